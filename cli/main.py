@@ -1,0 +1,56 @@
+"""The `convtools` command. Subcommands are imported when they are run, so that `--help` is quick."""
+
+import sys
+from importlib import import_module
+
+import click
+
+_COMMANDS = {
+    "convert": "Convert a checkpoint: HF, Megatron torch_dist, Megatron torch; any to any.",
+    "inspect": "Say what a checkpoint is, without reading its weights.",
+}
+
+
+class _Lazy(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"convtools.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="convtools")
+def group() -> None:
+    """Move model weights between Hugging Face and Megatron, exactly."""
+
+
+def main() -> None:
+    """Run the command; an error of ours is printed without a traceback, and exits with its own code."""
+    from convtools.errors import ConvtoolsError
+
+    try:
+        group.main(standalone_mode=False)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except ConvtoolsError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("stopped: nothing was published", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+    except OSError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

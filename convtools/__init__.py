@@ -1,0 +1,35 @@
+"""Exact conversion of model weights between Hugging Face and Megatron checkpoints.
+
+>>> import convtools
+>>> report = convtools.convert("Nemotron-H/", "out/", convtools.Options(to="torch_dist"))  # doctest: +SKIP
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from convtools.convert.api import convert, open_source
+    from convtools.convert.options import Options
+    from convtools.convert.report import Report
+    from convtools.errors import ConvtoolsError
+    from convtools.inspection import Inspection, inspect
+
+_HOME = {
+    "ConvtoolsError": "convtools.errors",
+    "Inspection": "convtools.inspection",
+    "Options": "convtools.convert.options",
+    "Report": "convtools.convert.report",
+    "convert": "convtools.convert.api",
+    "inspect": "convtools.inspection",
+    "open_source": "convtools.convert.api",
+}
+
+__all__ = ["ConvtoolsError", "Inspection", "Options", "Report", "convert", "inspect", "open_source"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Submodules are imported when first asked for: `import convtools` itself costs nothing.
+    if name not in _HOME:
+        raise AttributeError(f"module 'convtools' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

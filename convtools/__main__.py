@@ -1,0 +1,5 @@
+"""`python -m convtools`."""
+
+from convtools.cli.main import main
+
+main()

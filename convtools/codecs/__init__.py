@@ -1,0 +1,1 @@
+"""What is not a rearrangement: casts. Explicit, at the edge of a plan, and reported."""

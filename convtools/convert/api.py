@@ -1,0 +1,181 @@
+"""`convert`: open, plan, account, write aside, publish."""
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from convtools.codecs.cast import FLOATS, is_exact
+from convtools.convert.from_hf import hf_source
+from convtools.convert.from_torch import torch_source
+from convtools.convert.from_torch_dist import torch_dist_source
+from convtools.convert.megatron_target import MegatronChoices
+from convtools.convert.options import Options
+from convtools.convert.plan import Resolver, Target, verify
+from convtools.convert.report import Cast, Report, report
+from convtools.convert.run import PaddingFound, Progress, Runner, file_shares, make_files, write_side_files
+from convtools.convert.source import Source
+from convtools.convert.to_hf import hf_target
+from convtools.convert.to_torch import torch_target
+from convtools.convert.to_torch_dist import torch_dist_target
+from convtools.convert.world import World, joined_world
+from convtools.disk import check_space
+from convtools.errors import UsageError
+from convtools.layout.parallel import ParallelLayout, even_stages
+from convtools.staging import Joined, Staging, join
+from convtools.stores.hf import is_hf
+from convtools.stores.megatron_dir import find_iteration, is_megatron
+
+PathLike = str | os.PathLike[str]
+Bar = Callable[[int], AbstractContextManager[Progress]]
+"""Given the bytes to come, a context that is called with the bytes that were moved."""
+
+
+def open_source(path: PathLike, *, iteration: int | str | None = None, hf_config: Path | None = None) -> Source:
+    """Open a checkpoint of any supported format; reads metadata only.
+
+    Raises CheckpointError, UnsafePickle, UnsupportedEncoding, ConfigError, AccountingError.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise UsageError(f"`{root}` is not a directory", expected="a checkpoint's folder")
+    if is_hf(root) or not is_megatron(root):
+        return hf_source(root)  # whose errors say what a checkpoint's folder looks like
+    where = find_iteration(root, iteration)
+    opener = torch_dist_source if where.format == "torch_dist" else torch_source
+    return opener(where, root, hf_config)
+
+
+def convert(src: PathLike, dst: PathLike, options: Options, bar: Bar | None = None) -> Report:
+    """Convert checkpoint `src` into a new checkpoint `dst`, which appears whole or not at all.
+
+    Under torchrun, all ranks call it and share the work. Every error is a ConvtoolsError, and
+    whatever happens `src` is left as it is.
+    """
+    began = time.monotonic()
+    options.check()
+    with joined_world() as world:
+        source = open_source(src, iteration=options.iteration, hf_config=options.hf_config)
+        dtypes, casts = wanted_dtypes(source, options)
+        target = plan_target(source, options, dtypes)
+        resolver = Resolver(source, target)
+        totals = verify(resolver, target)
+        padding: list[PaddingFound] = []
+        if not options.dry_run:
+            padding = _publish(Path(src), Path(dst), options, source, target, resolver, world, bar)
+        seconds = time.monotonic() - began
+        return report(source, target, options, Path(dst), totals, casts, padding, seconds)
+
+
+def _publish(
+    src: Path,
+    dst: Path,
+    options: Options,
+    source: Source,
+    target: Target,
+    resolver: Resolver,
+    world: World,
+    bar: Bar | None,
+) -> list[PaddingFound]:
+    if world.rank:
+        path, token = world.share("staging")
+        staging = join(path, token)
+        for file in file_shares(target, world.size)[world.rank]:
+            staging.file(file.path)  # it is this rank that brings the file to disk
+        return _work(staging, options, source, target, resolver, world, None)
+    with Staging(dst, src=[src], overwrite=options.overwrite, replaceable=_not_a_checkpoint) as staging:
+        check_space(staging.path, target.nbytes)
+        make_files(target.files, staging)
+        world.share("staging", [str(staging.path), staging.token])
+        padding = _work(staging, options, source, target, resolver, world, bar)
+        write_side_files(target.side_files, staging)
+        world.raise_fault()
+        staging.commit(last={f.path: f.content for f in target.last if isinstance(f.content, bytes)})
+    return padding
+
+
+def _work(
+    staging: Joined,
+    options: Options,
+    source: Source,
+    target: Target,
+    resolver: Resolver,
+    world: World,
+    bar: Bar | None,
+) -> list[PaddingFound]:
+    """One rank's share; returns what every rank saw of the padding, when all have reported."""
+    share = file_shares(target, world.size)[world.rank]
+    nbytes = sum(f.nbytes for f in share)
+    with bar(nbytes) if bar else nullcontext(lambda _: None) as tick:
+        runner = Runner(source, resolver, workers=options.workers, progress=tick, stop=world.stop)
+        try:
+            runner.check_duplicates(source.duplicates[world.rank :: world.size])
+            padding = runner.padding(source.padding[world.rank :: world.size])
+            runner.write(share, staging)
+        except BaseException:
+            world.raise_fault()  # the reason, where this rank only stopped because another did
+            raise
+        finally:
+            runner.close()
+    if world.rank:
+        staging.flush()
+    reports = world.gather("wrote", [list(p) for p in padding])
+    return [PaddingFound(*p) for ranks in reports for p in ranks]
+
+
+def _not_a_checkpoint(path: Path) -> str | None:
+    """Why a folder may not be replaced; None for a checkpoint."""
+    return None if is_hf(path) or is_megatron(path) else "it does not look like a checkpoint"
+
+
+def wanted_dtypes(source: Source, options: Options) -> tuple[dict[str, str], tuple[Cast, ...]]:
+    """dtype in which each HF tensor is written, and the casts that makes."""
+    dtypes = source.dtypes()
+    if options.dtype is None:
+        return dtypes, ()
+    table = source.table or source.model.table(source.model.spec.vocab)
+    fixed = {p.b for p in table.mapping.pieces if table.params[p.a].keep_fp32}
+    wanted = FLOATS[options.dtype]
+    out: dict[str, str] = {}
+    count: Counter[tuple[str, str]] = Counter()
+    for name, dtype in dtypes.items():
+        stays = name in fixed and dtype == "F32" and not options.dtype_fp32_only
+        out[name] = dtype if stays else wanted
+        if out[name] != dtype:
+            count[dtype, wanted] += 1
+            if dtype not in FLOATS.values():
+                raise UsageError(f"--dtype: `{name}` is {dtype}, which is no float", fix="leave out --dtype")
+    return out, tuple(Cast(s, d, n, is_exact(s, d)) for (s, d), n in count.items())
+
+
+def plan_target(source: Source, options: Options, dtypes: dict[str, str]) -> Target:
+    """Plan the target that the options ask for. Raises ParallelError, AccountingError, UsageError."""
+    if options.to == "hf":
+        return hf_target(source, dtypes, max_shard_size=options.max_shard_size)
+    choices = MegatronChoices(
+        layout=_layout(source, options),
+        divisible_by=options.make_vocab_size_divisible_by,
+        padded_vocab=options.padded_vocab_size,
+        iteration=_iteration(source, options),
+        mcore=options.mcore(),
+        grouped_experts=options.expert_layout == "grouped",
+    )
+    if options.to == "torch":
+        return torch_target(source, dtypes, choices)
+    return torch_dist_target(source, dtypes, choices, max_shard_size=options.max_shard_size)
+
+
+def _iteration(source: Source, options: Options) -> int | str:
+    found = source.iteration if source.iteration is not None else options.iteration
+    return 1 if found is None else found
+
+
+def _layout(source: Source, options: Options) -> ParallelLayout | None:
+    if options.to == "torch_dist" and not options.has_layout:
+        return None
+    tp = options.tp or 1
+    pp = options.pp or 1
+    stages = even_stages(source.model.spec.num_layers, pp)
+    return ParallelLayout(tp, pp, options.ep or 1, options.etp or tp, stages)

@@ -1,0 +1,125 @@
+"""What both Megatron targets share: the padded vocabulary, the args, and the kept Hugging Face side."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from convtools.convert.plan import SideFile
+from convtools.convert.source import Source
+from convtools.errors import AccountingError, UsageError
+from convtools.families.blocks.embedding import padded_vocab_size
+from convtools.families.table import Table
+from convtools.layout.parallel import ParallelLayout
+from convtools.layout.region import Region
+from convtools.stores.base import TORCH_DTYPE
+
+SPELLING_FILE = ".convtools.json"
+"""Beside the kept config.json: how the Hugging Face side spells its names."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronChoices:
+    """What the user chooses in Megatron's own words."""
+
+    layout: ParallelLayout | None
+    """None: whole tensors, one chunk an expert."""
+    divisible_by: int = 128
+    """`--make-vocab-size-divisible-by`."""
+    padded_vocab: int | None = None
+    """`--padded-vocab-size`."""
+    iteration: int | str = 1
+    mcore: tuple[int, int] = (0, 19)
+    grouped_experts: bool = True
+
+    @property
+    def folder(self) -> str:
+        """`iter_0000001`, or `release`."""
+        return self.iteration if isinstance(self.iteration, str) else f"iter_{self.iteration:07d}"
+
+
+def padded_rows(source: Source, choices: MegatronChoices) -> int:
+    """Rows of embedding and head on the Megatron side. Raises UsageError."""
+    vocab, tp = source.model.spec.vocab, choices.layout.tp if choices.layout else 1
+    if choices.padded_vocab is None:
+        return padded_vocab_size(vocab, tp, choices.divisible_by)
+    if choices.padded_vocab < vocab or choices.padded_vocab % tp:
+        raise UsageError(
+            f"--padded-vocab-size {choices.padded_vocab} does not fit",
+            expected=f"at least the vocabulary's {vocab} rows, and a multiple of tp={tp}",
+        )
+    return choices.padded_vocab
+
+
+def vocab_fills(table: Table) -> dict[str, Region]:
+    """The rows of every parameter that are padding, by parameter."""
+    return {
+        p.name: Region((p.vocab, 0), (p.shape[0] - p.vocab, *p.shape[1:]))
+        for p in table.params.values()
+        if p.vocab is not None and p.vocab < p.shape[0]
+    }
+
+
+def param_dtypes(table: Table, dtypes: dict[str, str]) -> dict[str, str]:
+    """dtype of every parameter. Raises AccountingError where tensors of several dtypes meet in one."""
+    out: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for piece in table.mapping.pieces:
+        dtype = dtypes[piece.b]
+        if out.setdefault(piece.a, dtype) != dtype:
+            raise AccountingError(
+                f"`{piece.a}` joins tensors of different dtypes",
+                expected=f"one dtype; `{first[piece.a]}` is {out[piece.a]}",
+                found=f"`{piece.b}` is {dtype}",
+                fix="pass --dtype to cast all of them to one",
+            )
+        first.setdefault(piece.a, piece.b)
+    return out
+
+
+def megatron_args(source: Source, table: Table, choices: MegatronChoices, dtypes: dict[str, str]) -> dict[str, Any]:
+    """`args` as `--use-checkpoint-args` reads it: plain values only."""
+    model, layout = source.model, choices.layout or ParallelLayout()
+    kept = {k: v for k, v in source.args.items() if _plain(v)}
+    args = kept | model.family.megatron_args(model.config, model.spec)
+    if choices.mcore < (0, 18) and "hybrid_layer_pattern" in args:
+        args["hybrid_override_pattern"] = str(args.pop("hybrid_layer_pattern")).split("/")[0]
+    params_dtype = dtypes[next(iter(source.hf))]
+    return args | {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "make_vocab_size_divisible_by": choices.divisible_by,
+        "padded_vocab_size": table.params["embedding.word_embeddings.weight"].shape[0],
+        "moe_grouped_gemm": choices.grouped_experts,
+        "bf16": params_dtype == "BF16",
+        "fp16": params_dtype == "F16",
+        "params_dtype": f"torch.{TORCH_DTYPE[params_dtype]}",
+        "iteration": choices.iteration if isinstance(choices.iteration, int) else 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_plain(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def kept_hf_side(source: Source, folder: str) -> list[SideFile]:
+    """The Hugging Face side's own files, under `<folder>/hf/`, with a note of how names are spelled."""
+    note = {"version": 1, "family": source.model.family.NAME, "spelling": asdict(source.model.spelling)}
+    side = [
+        SideFile(f"{folder}/hf/config.json", source.config_bytes),
+        SideFile(f"{folder}/hf/{SPELLING_FILE}", json.dumps(note, indent=1).encode()),
+    ]
+    side += [SideFile(f"{folder}/hf/{name}", source.side_root / name) for name in source.side_files if source.side_root]
+    return side
+
+
+def tracker(choices: MegatronChoices) -> SideFile:
+    """The file that makes the folder a checkpoint."""
+    return SideFile("latest_checkpointed_iteration.txt", str(choices.iteration).encode())

@@ -1,0 +1,151 @@
+"""A conversion before any byte moves: every payload of every file resolved to moves from the source."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from convtools.convert.source import Source
+from convtools.errors import AccountingError
+from convtools.layout.mapping import Mapping
+from convtools.layout.piece import Piece, block, meet
+from convtools.layout.plan import move, slabs
+from convtools.layout.region import Region
+from convtools.stores.base import DTYPE_NBYTES, FilePlan, Payload
+from convtools.stores.move import DIRECT, SLAB, Gather, Unit
+
+
+class SideFile(NamedTuple):
+    """A small file of the destination: literal bytes, or a file to copy as it is."""
+
+    path: str
+    content: bytes | Path
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be written."""
+
+    format: str
+    files: tuple[FilePlan, ...]
+    to_hf: Mapping | None
+    """Side a: names of payloads, side b: HF names. None: they are the same tensors."""
+    dtypes: dict[str, str]
+    """dtype in which every HF tensor is written."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """HF tensors that are written from another one: a tied head from the embedding."""
+    fills: dict[str, Region] = field(default_factory=dict)
+    """Rows of vocabulary padding, by name of payload: written as zeros."""
+    padded_vocab: int | None = None
+    """Rows of embedding and head, vocabulary padding included; None on the HF side."""
+    side_files: tuple[SideFile, ...] = ()
+    last: tuple[SideFile, ...] = ()
+    """Files that make the whole a checkpoint: written when all else is on disk."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        small = (f for f in (*self.side_files, *self.last))
+        return sum(f.nbytes for f in self.files) + sum(
+            len(f.content) if isinstance(f.content, bytes) else f.content.stat().st_size for f in small
+        )
+
+
+class _Run(NamedTuple):
+    """A contiguous run of a source file: one blob."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Resolver:
+    """Answers where the elements of a destination's payload lie in the source's files."""
+
+    def __init__(self, source: Source, target: Target) -> None:
+        self._to_hf, self._copies = target.to_hf, target.copies
+        self._fills = target.fills
+        self._runs: dict[str, _Run] = {}
+        stored: list[Piece] = []
+        for name, tensor in source.tensors.items():
+            for i, blob in enumerate(tensor.blobs):
+                run = f"{name}#{i}"
+                self._runs[run] = _Run(blob.path, blob.offset, blob.region.sizes, tensor.dtype)
+                stored.append(block(run, name, blob.region).inverse())
+        shapes = {name: t.shape for name, t in source.tensors.items()}
+        runs = {name: run.shape for name, run in self._runs.items()}
+        held = Mapping(shapes, runs, tuple(stored))
+        self._hf_to_run = held if source.to_hf is None else source.to_hf.inverse().compose(held)
+
+    def pieces(self, name: str, region: Region) -> list[Piece]:
+        """The pieces payload ~ source run. Raises AccountingError unless they make up the whole payload."""
+        if self._to_hf is None:
+            parts = [block("", self._copies.get(name, name), region)]
+        else:
+            parts = list(self._to_hf.restrict(name, region, into=""))
+        found: list[Piece] = []
+        for part in parts:
+            for held in self._hf_to_run.touching(part.b, part.inverse().extent()):
+                found += meet(part, held)
+        fill = self._fills.get(name)
+        zeros = fill.intersect(region) if fill else None
+        have, want = sum(p.numel for p in found), region.numel - (zeros.numel if zeros else 0)
+        if have != want:
+            raise AccountingError(
+                f"`{name}`: the source does not give every element once",
+                expected=f"{want} elements of {region}",
+                found=have,
+            )
+        return found
+
+    def units(self, payload: Payload, offset: int) -> Iterator[Unit]:
+        """The payload, lying at byte `offset` of its file, as units that fit one buffer."""
+        pieces = self.pieces(payload.name, payload.region)
+        shape = payload.region.sizes
+        if not pieces:
+            yield Unit(offset, payload.region.numel, payload.dtype, payload.dtype, ())
+            return
+        dtype = self._runs[pieces[0].b].dtype
+        gathers = [self._gather(p, shape) for p in pieces]
+        size = DTYPE_NBYTES[dtype]
+        direct = dtype == payload.dtype and all(g.move.run * size >= DIRECT for g in gathers)
+        if direct or payload.region.numel * size <= SLAB:
+            yield Unit(offset, payload.region.numel, dtype, payload.dtype, tuple(gathers))
+            return
+        at, width = offset, DTYPE_NBYTES[payload.dtype]
+        for slab in slabs(payload.region, SLAB // size):
+            part = self.pieces(payload.name, slab)
+            yield Unit(at, slab.numel, dtype, payload.dtype, tuple(self._gather(p, slab.sizes) for p in part))
+            at += slab.numel * width
+
+    def _gather(self, piece: Piece, shape: tuple[int, ...]) -> Gather:
+        run = self._runs[piece.b]
+        return Gather(run.path, run.offset, move(piece, shape, run.shape))
+
+    def dtype_of(self, piece: Piece) -> str:
+        """dtype of the source run of a piece."""
+        return self._runs[piece.b].dtype
+
+
+class Totals(NamedTuple):
+    """What a plan comes to."""
+
+    files: int
+    tensors: int
+    payload_nbytes: int
+    nbytes: int
+
+
+def verify(resolver: Resolver, target: Target, tick: Callable[[int], None] = lambda n: None) -> Totals:
+    """Resolve every payload and keep nothing: raises AccountingError where one is not made up exactly."""
+    names: set[str] = set()
+    payload = 0
+    for file in target.files:
+        for part in file.parts:
+            if isinstance(part, Payload):
+                resolver.pieces(part.name, part.region)
+                names.add(part.name)
+                payload += part.nbytes
+        tick(1)
+    return Totals(len(target.files), len(names), payload, target.nbytes)

@@ -1,0 +1,129 @@
+"""What a conversion did: pure data; the command line renders it."""
+
+import re
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from convtools.convert.options import Options
+from convtools.convert.plan import Target, Totals
+from convtools.convert.run import PaddingFound
+from convtools.convert.source import LeftOut, Source
+from convtools.stores.base import DTYPE_NBYTES
+from convtools.stores.move import SLAB
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """One cast that was asked for."""
+
+    src: str
+    dst: str
+    tensors: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLine:
+    """One kind of tensor, over all layers."""
+
+    block: str
+    """Its name with numbers left out."""
+    tensors: int
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was (or, after a dry run, would be) converted."""
+
+    source: str
+    source_format: str
+    target: str
+    target_format: str
+    family: str
+    pattern: str
+    iteration: int | str | None
+    layout: dict[str, int] | None
+    padded_vocab: int | None
+    hf_tensors: int
+    """Canonical tensors, each accounted for exactly once."""
+    parameters: int
+    files: int
+    nbytes: int
+    """Bytes of everything written."""
+    payload_nbytes: int
+    """Of which tensor data."""
+    peak_nbytes: int
+    """Memory for buffers: workers times one slab on each side, whatever the checkpoint's size."""
+    casts: tuple[Cast, ...]
+    left_out: tuple[LeftOut, ...]
+    duplicates: int
+    """Repeated copies in the source, each compared byte for byte."""
+    padding: tuple[PaddingFound, ...]
+    notes: tuple[str, ...]
+    blocks: tuple[BlockLine, ...]
+    dry_run: bool
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return asdict(self) | {
+            "left_out": [x._asdict() for x in self.left_out],
+            "padding": [x._asdict() for x in self.padding],
+        }
+
+
+def report(
+    source: Source,
+    target: Target,
+    options: Options,
+    dst: Path,
+    totals: Totals,
+    casts: tuple[Cast, ...],
+    padding: list[PaddingFound],
+    seconds: float,
+) -> Report:
+    """Put a report together."""
+    tensors: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for name, shape in source.hf.items():
+        numel = prod(shape)
+        tensors[_NUMBER.sub(".*", name)].append((numel, numel * DTYPE_NBYTES[target.dtypes[name]]))
+    blocks = tuple(
+        BlockLine(name, len(found), sum(n for n, _ in found), sum(b for _, b in found))
+        for name, found in tensors.items()
+    )
+    layout = None
+    if options.to != "hf" and (options.has_layout or options.to == "torch"):
+        tp = options.tp or 1
+        layout = {"tp": tp, "pp": options.pp or 1, "ep": options.ep or 1, "etp": options.etp or tp}
+    return Report(
+        source=str(source.root),
+        source_format=source.format,
+        target=str(dst),
+        target_format=target.format,
+        family=source.model.family.NAME,
+        pattern=source.model.spec.text,
+        iteration=source.iteration,
+        layout=layout,
+        padded_vocab=target.padded_vocab,
+        hf_tensors=len(source.hf),
+        parameters=sum(line.parameters for line in blocks),
+        files=len(target.files) + len(target.side_files) + len(target.last),
+        nbytes=target.nbytes,
+        payload_nbytes=totals.payload_nbytes,
+        peak_nbytes=2 * SLAB * options.workers,
+        casts=casts,
+        left_out=source.left_out,
+        duplicates=len(source.duplicates),
+        padding=tuple(padding),
+        notes=source.notes,
+        blocks=blocks,
+        dry_run=options.dry_run,
+        seconds=seconds,
+    )

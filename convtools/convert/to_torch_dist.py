@@ -1,0 +1,111 @@
+"""Megatron `torch_dist` as a target: the portable form that core 0.12 to 0.20 reads."""
+
+from collections.abc import Iterator
+
+from convtools.convert.megatron_target import (
+    MegatronChoices,
+    kept_hf_side,
+    megatron_args,
+    padded_rows,
+    param_dtypes,
+    tracker,
+    vocab_fills,
+)
+from convtools.convert.plan import SideFile, Target
+from convtools.convert.source import Source
+from convtools.families.dist_keys import Form, extra_state, written_form
+from convtools.families.rank_tensors import Placement
+from convtools.families.table import Param, Table
+from convtools.layout.mapping import Mapping
+from convtools.layout.region import Region
+from convtools.stores.torch_dist_write import METADATA_JSON, Chunk, DistFile, common_pt, dist_metadata
+
+
+def torch_dist_target(
+    source: Source, dtypes: dict[str, str], choices: MegatronChoices, *, max_shard_size: int
+) -> Target:
+    """Plan `.distcp` files, `.metadata`, `common.pt` and the kept Hugging Face side.
+
+    The layout only decides how chunks are cut, and in which rank's file they lie.
+    Raises ParallelError where it does not divide the model.
+    """
+    table = source.model.table(padded_rows(source, choices))
+    table.check()
+    forms = {name: written_form(p) for name, p in table.params.items()}
+    shapes = {key: shape for form in forms.values() for key, shape in form.shapes.items()}
+    keys = Mapping(shapes, table.mapping.a, tuple(p for form in forms.values() for p in form.pieces))
+    files = _files(table, forms, param_dtypes(table, dtypes), choices, max_shard_size)
+    args = megatron_args(source, table, choices, dtypes)
+    folder = choices.folder
+    side = [
+        *kept_hf_side(source, folder),
+        SideFile(f"{folder}/common.pt", common_pt(args, choices.iteration)),
+        SideFile(f"{folder}/.metadata", dist_metadata(files)),
+        SideFile(f"{folder}/metadata.json", METADATA_JSON),
+    ]
+    return Target(
+        "torch_dist",
+        tuple(f.plan(folder) for f in files),
+        keys.compose(table.mapping),
+        dtypes,
+        fills=vocab_fills(table),
+        padded_vocab=padded_rows(source, choices),
+        side_files=tuple(side),
+        last=(tracker(choices),),
+    )
+
+
+def _files(
+    table: Table, forms: dict[str, Form], dtypes: dict[str, str], choices: MegatronChoices, max_shard_size: int
+) -> list[DistFile]:
+    """Deal chunks and extra states to files: one a rank, or, without a layout, as many as the sizes ask for."""
+    layout = choices.layout
+    place = Placement(table.params.values(), layout, tied=False) if layout else None
+    ranks = layout.pp * layout.stage_size if layout else 1
+    files = [DistFile(f"__{rank}_0.distcp") for rank in range(ranks)]
+    for name, param in table.params.items():
+        owner = None
+        for rank, key, region in _chunks(param, forms[name], choices, place):
+            chunk = Chunk(key, dtypes[name], forms[name].shapes[key], region)
+            if place is None and files[-1].nbytes and files[-1].nbytes + chunk.nbytes > max_shard_size:
+                files.append(DistFile(f"__0_{len(files)}.distcp"))
+            file = files[-1 if place is None else rank]
+            file.add(chunk)
+            owner = owner or file
+        state = extra_state(param)
+        if state is not None and owner is not None:
+            owner.add_object(state)
+    return [f for f in files if f.nbytes]
+
+
+def _chunks(
+    param: Param, form: Form, choices: MegatronChoices, place: Placement | None
+) -> Iterator[tuple[int, str, Region]]:
+    """(rank, key, region of the key) of every chunk of a parameter."""
+    keys = list(form.shapes)
+    lead = (param.expert.index,) if param.expert else ()
+    if place is None:
+        for key in keys:
+            shape = form.shapes[key][len(lead) :]
+            yield 0, key, _behind(lead, Region.whole(shape))
+        return
+    layout = place.layout
+    base = place.stage(param) * layout.stage_size
+    size = layout.etp if param.expert else layout.tp
+    if param.expert:
+        base += param.expert.index // (param.expert.count // layout.ep) * layout.etp
+    if param.cut is None:
+        yield base, keys[0], _behind(lead, Region.whole(param.shape))
+        return
+    for shard in range(size):
+        at = 0
+        for i, (whole, _) in enumerate(param.cut.shard(param.shape, size, shard)):
+            begin = at if param.split else 0
+            offsets = tuple(o - begin if d == param.cut.dim else o for d, o in enumerate(whole.offsets))
+            yield base + shard, keys[i if param.split else 0], _behind(lead, Region(offsets, whole.sizes))
+            at += param.cut.parts[i].size
+
+
+def _behind(lead: tuple[int, ...], region: Region) -> Region:
+    """A region of one entry of a stack."""
+    return Region((*lead, *region.offsets), (*(1 for _ in lead), *region.sizes))

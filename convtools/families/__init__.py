@@ -1,0 +1,1 @@
+"""What each architecture looks like: blocks as tables, families as lists of blocks."""

@@ -1,0 +1,33 @@
+"""Embedding, output head and the one rule of vocabulary padding."""
+
+from convtools.families.table import FIRST, LAST, Param, Row, rows
+from convtools.layout.view import View
+
+
+def padded_vocab_size(vocab: int, tp: int, divisible_by: int = 128) -> int:
+    """Megatron's rule: the vocabulary rounded up to a multiple of `divisible_by * tp`.
+
+    >>> padded_vocab_size(250, tp=2, divisible_by=64)
+    256
+    """
+    unit = divisible_by * tp
+    return -(-vocab // unit) * unit
+
+
+def embedding(hf: str, *, vocab: int, padded: int, hidden: int) -> Row:
+    """`embedding.word_embeddings.weight [padded, hidden]`: the vocabulary, then rows of padding."""
+    return _vocab_rows("embedding.word_embeddings.weight", hf, vocab, padded, hidden, FIRST, None)
+
+
+def head(hf: str, *, vocab: int, padded: int, hidden: int) -> Row:
+    """`output_layer.weight [padded, hidden]`, padded by the same rule."""
+    return _vocab_rows("output_layer.weight", hf, vocab, padded, hidden, LAST, "output_layer")
+
+
+def _vocab_rows(
+    mcore: str, hf: str, vocab: int, padded: int, hidden: int, stage: str, module: str | None
+) -> Row:
+    weight = View(mcore, padded, hidden)
+    cut = rows(("padded vocabulary", padded))
+    param = Param(mcore, weight.shape, cut, stage=stage, module=module, vocab=vocab)
+    return Row(param, ((weight[:vocab], View(hf, vocab, hidden)),))

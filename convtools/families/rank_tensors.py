@@ -1,0 +1,136 @@
+"""What a rank holds in memory, and so in a legacy checkpoint: which part of which parameter, under which name."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from convtools.errors import ParallelError
+from convtools.families.table import FIRST, LAST, Param
+from convtools.layout.parallel import ParallelLayout, Rank
+from convtools.layout.piece import Loop, Piece
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_DECODER = "decoder.layers."
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStyle:
+    """What decides names in memory where `torch_dist` keys do not differ."""
+
+    mcore: tuple[int, int] = (0, 19)
+    """megatron-core's version: 0.19 renamed `conv1d.weight` to `conv1d_weight`."""
+    grouped_experts: bool = True
+    """`linear_fc1.weight{e}` (grouped GEMM), or `local_experts.{e}.linear_fc1.weight` (sequential)."""
+
+
+STYLES = tuple(MemoryStyle(v, g) for v in ((0, 19), (0, 18)) for g in (True, False))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One rank's part of one parameter."""
+
+    param: Param
+    shard: int
+    """Which of the even parts along the cut; 0 where the whole is held."""
+    shape: tuple[int, ...]
+    """Shape of the rank's tensor."""
+    pieces: tuple[Piece, ...]
+    """Rank tensor (side a, unnamed) ~ parameter."""
+    local_layer: int | None
+    """Index of its layer within the pipeline stage."""
+    local_expert: int | None
+    called: str
+    """The parameter's name, or the name of the copy that this rank holds."""
+
+    def name(self, style: MemoryStyle, base: str | None = None) -> str:
+        """Name in the rank's state dict under one style; `base` stands for the parameter's name."""
+        name = base or self.called
+        if self.local_layer is not None:
+            name = f"{_DECODER}{self.local_layer}.{name.split('.', 3)[3]}"
+        if self.param.expert is not None:
+            head, tail = name.split(f".experts.experts.{self.param.expert.index}.", 1)
+            linear, _, kind = tail.rpartition(".")
+            if not style.grouped_experts:
+                return f"{head}.experts.local_experts.{self.local_expert}.{tail}"
+            return f"{head}.experts.{linear}.{kind}" + ("" if kind == "_extra_state" else str(self.local_expert))
+        return name.replace(".conv1d.", ".conv1d_") if style.mcore >= (0, 19) else name
+
+    def names(self) -> dict[str, None]:
+        """Every name under which a checkpoint may hold it, the likeliest first."""
+        bases = (self.called, *self.param.aliases) if self.called == self.param.name else (self.called,)
+        return {self.name(style, base): None for base in bases for style in STYLES}
+
+    def extra_state_name(self, style: MemoryStyle) -> str | None:
+        """Name of the empty `_extra_state` that Transformer Engine saves beside it."""
+        copy = self.called != self.param.name
+        return None if self.param.module is None or copy else self.name(style, f"{self.param.module}._extra_state")
+
+
+class Placement:
+    """Which rank holds what, for one model under one layout.
+
+    Raises ParallelError, before anything is read, where a size does not divide what it must.
+    """
+
+    def __init__(self, params: Iterable[Param], layout: ParallelLayout, *, tied: bool) -> None:
+        self.layout = layout
+        self._dense: dict[int, list[tuple[Param, str]]] = defaultdict(list)
+        self._experts: dict[tuple[int, int], list[Param]] = defaultdict(list)
+        self._stage_of = {layer: (s, i) for s, layers in enumerate(layout.stages) for i, layer in enumerate(layers)}
+        last = layout.pp - 1
+        params = list(params)
+        check_layout(params, layout)
+        has_mtp = any(p.name.startswith("mtp.") for p in params)
+        for p in params:
+            pp = self.stage(p)
+            if p.expert:
+                self._experts[pp, p.expert.index // (p.expert.count // layout.ep)].append(p)
+                continue
+            self._dense[pp].append((p, p.name))
+            if p.name == EMBEDDING and last:
+                # The last stage looks tokens up for MTP, and multiplies by them where the head is tied.
+                self._dense[last] += [(p, EMBEDDING)] * has_mtp + [(p, OUTPUT)] * tied
+
+    def stage(self, param: Param) -> int:
+        """The pipeline stage that holds a parameter."""
+        if param.stage == FIRST:
+            return 0
+        return self.layout.pp - 1 if param.stage == LAST else self._stage_of[int(param.stage)][0]
+
+    def held(self, rank: Rank) -> Iterator[Held]:
+        """Everything one rank holds."""
+        for p, called in self._dense[rank.pp]:
+            yield self._part(p, rank.tp, self.layout.tp, called, None)
+        for p in self._experts[rank.pp, rank.ep]:
+            assert p.expert is not None
+            local = p.expert.index % (p.expert.count // self.layout.ep)
+            yield self._part(p, rank.etp, self.layout.etp, p.name, local)
+
+    def _part(self, p: Param, shard: int, size: int, called: str, local_expert: int | None) -> Held:
+        layer = self._stage_of[p.stage][1] if isinstance(p.stage, int) else None
+        if p.cut is None:
+            loops = tuple(Loop(n, d, 1, d, 1) for d, n in enumerate(p.shape) if n > 1)
+            zero = (0,) * len(p.shape)
+            return Held(p, 0, p.shape, (Piece("", p.name, zero, zero, loops),), layer, local_expert, called)
+        pieces = []
+        for whole, local in p.cut.shard(p.shape, size, shard):
+            loops = tuple(Loop(n, d, 1, d, 1) for d, n in enumerate(whole.sizes) if n > 1)
+            pieces.append(Piece("", p.name, local.offsets, whole.offsets, loops))
+        return Held(p, shard, p.cut.shard_shape(p.shape, size), tuple(pieces), layer, local_expert, called)
+
+
+def check_layout(params: Iterable[Param], layout: ParallelLayout) -> None:
+    """Raise ParallelError unless tp, etp and ep divide what they must."""
+    seen: set[object] = set()
+    for p in params:
+        size, axis = (layout.etp, "etp") if p.expert else (layout.tp, "tp")
+        if p.cut is not None and (p.cut, axis) not in seen:
+            seen.add((p.cut, axis))
+            p.cut.check(size, tensor=p.name, axis=axis)
+        if p.expert and p.expert.count % layout.ep:
+            raise ParallelError(
+                f"ep={layout.ep} does not divide the number of routed experts={p.expert.count}",
+                where=f"`{p.name}`",
+                fix=f"choose an ep that divides {p.expert.count}",
+            )

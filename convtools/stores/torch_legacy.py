@@ -1,0 +1,148 @@
+"""Megatron's legacy `torch` format: one `model_optim_rng.pt` a model-parallel rank."""
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from convtools.errors import CheckpointError, capped
+from convtools.layout.region import Region
+from convtools.stores.base import Blob, StoredTensor
+from convtools.stores.pickles import plain
+from convtools.stores.torch_zip import TensorRef, read_archive
+
+FILE = "model_optim_rng.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_CHUNK = re.compile(r"model(\d*)")
+_STATE = {
+    "optimizer": "optimizer state is not converted",
+    "opt_param_scheduler": "optimizer state is not converted",
+    "rng_state": "RNG state is not converted",
+    "rerun_state_machine": "the rerun state machine is not converted",
+}
+
+Rank = tuple[int, int, int]
+"""(tp, pp, ep), as file names hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyCheckpoint:
+    """Every rank's tensors, by their names in that rank's memory."""
+
+    root: Path
+    tp: int
+    pp: int
+    ep: int
+    chunks: int
+    """Model chunks a rank: more than one with virtual pipeline stages."""
+    ranks: dict[Rank, tuple[dict[str, StoredTensor], ...]]
+    args: dict[str, Any]
+    """Megatron's args of the first rank, as plain values."""
+    left_out: tuple[tuple[str, str], ...] = field(default=())
+    """(what, reason) of everything that is not model weights."""
+
+    def folder(self, tp: int, pp: int, ep: int) -> str:
+        """Name of a rank's folder."""
+        return rank_folder(tp, pp, ep, pp_size=self.pp, ep_size=self.ep)
+
+
+def rank_folder(tp: int, pp: int, ep: int, *, pp_size: int, ep_size: int) -> str:
+    """Megatron's folder name of a rank.
+
+    >>> rank_folder(1, 0, 3, pp_size=1, ep_size=4)
+    'mp_rank_01_003'
+    """
+    return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if pp_size > 1 else "") + (f"_{ep:03d}" if ep_size > 1 else "")
+
+
+def open_torch_legacy(root: Path) -> LegacyCheckpoint:
+    """Open every rank's file; reads archive headers, no tensor data.
+
+    Raises CheckpointError where a rank is missing or its file is damaged, UnsafePickle.
+    """
+    found = {name: m for name in os.listdir(root) if (m := _RANK.fullmatch(name))}
+    files = {name: read_archive(root / name / FILE) for name in sorted(found)}
+    first = next(iter(files))
+    args = _args(files[first].value, root / first)
+    sizes = [_size(args, f"{axis}_model_parallel_size", root) for axis in ("tensor", "pipeline", "expert")]
+    tp, pp, ep = (n or 1 for n in sizes)
+    if len({m.lastindex for m in found.values()}) > 1:
+        raise CheckpointError("rank folders of different layouts lie side by side", where=root, found=capped(found))
+    ranks: dict[Rank, tuple[dict[str, StoredTensor], ...]] = {}
+    left_out: list[tuple[str, str]] = []
+    for t in range(tp):
+        for p in range(pp):
+            for e in range(ep):
+                name = rank_folder(t, p, e, pp_size=pp, ep_size=ep)
+                if name in files:
+                    ranks[t, p, e] = _chunks(files.pop(name).value, root / name / FILE, name, left_out)
+    if files:
+        raise CheckpointError(
+            f"`{next(iter(files))}` is no rank of this layout",
+            where=root,
+            expected=f"the ranks of tp={tp} pp={pp} ep={ep}, as args say",
+            found=capped(found),
+        )
+    for axis, size, index in (("tp", tp, 0), ("pp", pp, 1), ("ep", ep, 2)):
+        missing = set(range(size)) - {rank[index] for rank in ranks}
+        if missing:
+            raise CheckpointError(
+                f"rank files are missing: none has {axis} {min(missing)}", where=root, expected=f"{axis}={size}, as args say"
+            )
+    chunks = {len(c) for c in ranks.values()}
+    if len(chunks) > 1:
+        raise CheckpointError("ranks differ in the number of model chunks", where=root, found=capped(sorted(chunks)))
+    return LegacyCheckpoint(root, tp, pp, ep, chunks.pop(), ranks, args, tuple(left_out))
+
+
+def _args(value: Any, where: Path) -> dict[str, Any]:
+    args = plain(value.get("args"), str(where)) if isinstance(value, dict) and value.get("args") is not None else None
+    if not isinstance(args, dict):
+        raise CheckpointError("the file holds no `args`: its layout is unknown", where=where)
+    return args
+
+
+def _size(args: dict[str, Any], name: str, where: Path) -> int | None:
+    value = args.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 20):
+        raise CheckpointError(f"args give a strange {name}", where=where, found=repr(value)[:60])
+    return value
+
+
+def _chunks(
+    value: Any, path: Path, folder: str, left_out: list[tuple[str, str]]
+) -> tuple[dict[str, StoredTensor], ...]:
+    if not isinstance(value, dict):
+        raise CheckpointError("the file does not hold a dict", where=path)
+    numbered: dict[int, dict[str, StoredTensor]] = {}
+    for key, part in value.items():
+        match = _CHUNK.fullmatch(str(key))
+        if match:
+            numbered[int(match[1] or 0)] = _tensors(part, path)
+        elif key in _STATE:
+            left_out.append((f"{folder}/{key}", _STATE[key]))
+        elif isinstance(part, TensorRef):
+            raise CheckpointError(f"tensor `{key}` is outside of the model", where=path, fix="convtools does not know it")
+    if not numbered or sorted(numbered) != list(range(len(numbered))) or ("model" in value and "model0" in value):
+        raise CheckpointError(
+            "the file does not hold a model", where=path, expected="`model`, or `model0`, `model1`, ...",
+            found=capped(map(str, value)),
+        )  # fmt: skip
+    return tuple(numbered[i] for i in range(len(numbered)))
+
+
+def _tensors(part: Any, path: Path) -> dict[str, StoredTensor]:
+    if not isinstance(part, dict):
+        raise CheckpointError("the model is not a state dict", where=path)
+    out: dict[str, StoredTensor] = {}
+    for name, value in part.items():
+        if isinstance(name, str) and name.endswith("_extra_state"):
+            shape = value.shape if isinstance(value, TensorRef) else ()
+            out[name] = StoredTensor(name, "U8", shape, ())
+            continue
+        if not isinstance(name, str) or not isinstance(value, TensorRef):
+            raise CheckpointError(f"`{name}` is no plain tensor", where=path, found=repr(value)[:80])
+        ref = value.check(name)
+        out[name] = StoredTensor(name, ref.dtype, ref.shape, (Blob(path, ref.offset, Region.whole(ref.shape)),))
+    return out

@@ -1,0 +1,92 @@
+"""A Nemotron-H checkpoint goes Hugging Face -> Megatron -> Hugging Face, and every bit comes back.
+
+    python examples/roundtrip.py [HF_DIRECTORY]
+
+Without an argument it converts the tiny checkpoint in fixtures/, which real Megatron wrote.
+"""
+
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import convtools
+from convtools.stores.hf import open_hf
+
+FIXTURE = Path(__file__).parent.parent / "fixtures/oracle/nemotron_mtp/hf"
+ROUTES = {
+    "torch_dist, tp2 pp2 ep2": convtools.Options(to="torch_dist", tp=2, pp=2, ep=2),
+    "torch_dist, whole tensors": convtools.Options(to="torch_dist"),
+    "torch, tp2 pp2 ep4": convtools.Options(to="torch", tp=2, pp=2, ep=4),
+}
+
+
+def content(root: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """dtype, shape and bytes of every tensor of a small checkpoint."""
+    out = {}
+    for name, tensor in open_hf(root).tensors.items():
+        with open(tensor.blobs[0].path, "rb") as f:
+            f.seek(tensor.blobs[0].offset)
+            out[name] = (tensor.dtype, tensor.shape, f.read(tensor.nbytes))
+    return out
+
+
+def kind(name: str) -> str:
+    """A tensor's name with its numbers left out: `backbone.layers.*.mixer.in_proj.weight`."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def main() -> int:
+    """Convert there and back by every route, and show what became of every kind of tensor."""
+    src = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURE
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(f"[bold]{src.name}[/]: {convtools.inspect(src).pattern}, from {src.parent.name}")
+    before = content(src)
+    model = convtools.open_source(src).model
+    came_from = defaultdict(set)
+    for piece in model.table(model.spec.vocab).mapping.pieces:
+        came_from[kind(piece.b)].add(kind(piece.a))
+
+    equal: dict[str, dict[str, int]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for i, (route, options) in enumerate(ROUTES.items()):
+            megatron, back = Path(scratch) / f"megatron{i}", Path(scratch) / f"hf{i}"
+            convtools.convert(src, megatron, options)
+            convtools.convert(megatron, back, convtools.Options(to="hf"))
+            after = content(back)
+            equal[route] = defaultdict(int)
+            for name in before:
+                equal[route][kind(name)] += after.get(name) == before[name]
+            if after.keys() != before.keys():
+                console.print(f"[red]{route}: names differ: {sorted(after.keys() ^ before.keys())[:5]}")
+            if (back / "config.json").read_bytes() != (src / "config.json").read_bytes():
+                console.print(f"[red]{route}: config.json differs")
+
+    table = Table("Hugging Face", "Megatron", "tensors", "bytes", *(f"back from {r}" for r in ROUTES))
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in before:
+        kinds[kind(name)].append(name)
+    whole = True
+    for label, names in kinds.items():
+        nbytes = sum(len(before[n][2]) for n in names)
+        cells = []
+        for route in ROUTES:
+            ok = equal[route][label] == len(names)
+            whole &= ok
+            cells.append("every bit" if ok else f"[red]{len(names) - equal[route][label]} differ")
+        table.add_row(label, "\n".join(sorted(came_from[label])), str(len(names)), f"{nbytes:,}", *cells)
+    console.print(table)
+    total = sum(len(v[2]) for v in before.values())
+    console.print(
+        f"{len(before)} tensors, {total:,} bytes: "
+        + ("[bold green]every bit came back by every route." if whole else "[bold red]NOT EQUAL.")
+    )
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
