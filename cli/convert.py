@@ -43,7 +43,9 @@ from convtools.cli.render import print_report
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file of weights to write.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast; never done unless asked.")
 @click.option("--dtype-fp32-only", is_flag=True, help="Let --dtype reach what Megatron keeps in fp32 too.")
+@click.option("--mixed-dtypes", is_flag=True, help="Accept tensors whose dtype is not the model's; each keeps its own.")
 @click.option("--workers", type=int, default=min(4, os.cpu_count() or 1), show_default=True, help="Threads a process.")
+@click.option("--fsync/--no-fsync", default=True, help="Bring every file to disk before publishing.  [default: fsync]")
 @click.option("--dry-run", is_flag=True, help="Plan and account for every tensor; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST if it is a checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -53,7 +55,7 @@ def command(src: Path, dst: Path, as_json: bool, iteration: str | None, max_shar
     SRC is a Hugging Face directory or a Megatron checkpoint (torch_dist or torch). DST appears
     whole or not at all.
     """
-    from convtools.convert.api import Options, convert
+    from convtools.conversion.api import Options, convert
     from convtools.stores.hf_write import parse_size
 
     chosen = int(iteration) if iteration is not None and iteration.isdecimal() else iteration

@@ -1,6 +1,6 @@
 """Reports as tables for people."""
 
-from convtools.convert.report import Report
+from convtools.conversion.report import Report
 from convtools.errors import capped
 
 

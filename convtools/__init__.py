@@ -8,20 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from convtools.convert.api import convert, open_source
-    from convtools.convert.options import Options
-    from convtools.convert.report import Report
+    from convtools.conversion.api import convert, open_source
+    from convtools.conversion.options import Options
+    from convtools.conversion.report import Report
     from convtools.errors import ConvtoolsError
     from convtools.inspection import Inspection, inspect
 
 _HOME = {
     "ConvtoolsError": "convtools.errors",
     "Inspection": "convtools.inspection",
-    "Options": "convtools.convert.options",
-    "Report": "convtools.convert.report",
-    "convert": "convtools.convert.api",
+    "Options": "convtools.conversion.options",
+    "Report": "convtools.conversion.report",
+    "convert": "convtools.conversion.api",
     "inspect": "convtools.inspection",
-    "open_source": "convtools.convert.api",
+    "open_source": "convtools.conversion.api",
 }
 
 __all__ = ["ConvtoolsError", "Inspection", "Options", "Report", "convert", "inspect", "open_source"]

@@ -6,8 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convtools.convert.from_torch_dist import model_keys
-from convtools.convert.megatron_config import hf_side
+from convtools.conversion.from_torch_dist import model_keys
+from convtools.conversion.megatron_config import hf_side
 from convtools.errors import ConfigError, ConvtoolsError, UsageError
 from convtools.families.registry import find_family
 from convtools.layout.region import Region

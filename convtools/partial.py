@@ -6,6 +6,7 @@
         old/                a replaced DST, only where the file system cannot swap two names
 
 The owner comes before the data and goes after it: a partial directory without one holds nothing.
+A process with an owner file but no data yet is a rival: it may still step back (`Staging`).
 """
 
 import fcntl
@@ -22,6 +23,7 @@ from convtools.errors import StorageError
 
 _OWNER, _DATA, _OLD = "owner.json", "data", "old"
 _MAX_OWNER = 4096
+_TOKEN_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class Partial:
         """Where a replaced directory waits while no two names can be swapped."""
         return self.path / _OLD
 
+    def begin(self) -> None:
+        """Make the directory for the data: from here on no other process begins."""
+        self.data.mkdir()
+
     def remove(self, dst: Path) -> None:
         """Take it away and let go of the lock; OSError if something of it stays."""
         try:
@@ -56,15 +62,17 @@ class Partial:
 class Others:
     """Partial directories of other writers for the same destination."""
 
-    holder: str | None
+    writer: str | None
     """A live writer, in words."""
+    rivals: tuple[str, ...]
+    """Tokens of live processes that have not begun to write, or have just ended."""
     foreign: tuple[Path, ...]
     """Made on other hosts, or by nobody known: not ours to judge."""
 
 
 def create(dst: Path, fsync: bool) -> Partial | None:
     """A new partial directory for `dst`; None if another process swept it away before it had an owner."""
-    token = os.urandom(8).hex()
+    token = os.urandom(_TOKEN_DIGITS // 2).hex()
     path = dst.with_name(f".{dst.name}.partial-{token}")
     path.mkdir()
     lock = -1
@@ -76,7 +84,6 @@ def create(dst: Path, fsync: bool) -> Partial | None:
         if fsync:
             os.fsync(lock)
         os.rename(new, path / _OWNER)
-        (path / _DATA).mkdir()
         return Partial(path, token, lock)
     except BaseException as error:
         with suppress(OSError):
@@ -90,15 +97,17 @@ def create(dst: Path, fsync: bool) -> Partial | None:
 
 def look_around(dst: Path, own: Partial | None = None) -> Others:
     """Remove what dead writers of `dst` left, and tell of the others."""
-    holder, foreign = None, []
+    writer, rivals, foreign = None, [], []
     for path in _beside(dst):
         if own is None or path != own.path:
             verdict = _settle(path, dst)
             if verdict is _FOREIGN:
                 foreign.append(path)
+            elif verdict is _RIVAL:
+                rivals.append(path.name[-_TOKEN_DIGITS:])
             else:
-                holder = verdict or holder
-    return Others(holder, tuple(sorted(foreign)))
+                writer = verdict or writer
+    return Others(writer, tuple(rivals), tuple(sorted(foreign)))
 
 
 def restore(partial: Path, dst: Path) -> None:
@@ -126,18 +135,18 @@ def check_token(data: Path, token: str) -> None:
         )
 
 
-_FOREIGN = "made on another host"
+_FOREIGN, _RIVAL = "made on another host", "about to begin"
 
 
 def _beside(dst: Path) -> Iterator[Path]:
-    pattern = re.compile(re.escape(f".{dst.name}.partial-") + "[0-9a-f]{16}")
+    pattern = re.compile(re.escape(f".{dst.name}.partial-") + f"[0-9a-f]{{{_TOKEN_DIGITS}}}")
     for entry in os.scandir(dst.parent):
         if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             yield Path(entry.path)
 
 
 def _settle(path: Path, dst: Path) -> str | None:
-    """Remove `path` if its writer is dead; else who must not be disturbed."""
+    """Remove `path` if its writer is dead; else `_FOREIGN`, `_RIVAL`, or the live writer in words."""
     try:
         fd = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -150,7 +159,11 @@ def _settle(path: Path, dst: Path) -> str | None:
             return _FOREIGN
         taken = _take(fd)
         if taken is False or (taken is None and _lives(owner, me)):
-            return f"process {owner.get('pid')} on {owner.get('host')}"
+            return (
+                _RIVAL
+                if not (path / _DATA).exists()
+                else f"process {owner.get('pid')} on {owner.get('host')}"
+            )
         _remove(path, dst)
         return None
     finally:
@@ -166,7 +179,7 @@ def _settle_ownerless(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError:  # it has an owner now
-        return "a process that began this moment"
+        return _RIVAL
     return None
 
 

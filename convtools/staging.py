@@ -21,7 +21,8 @@ from convtools.errors import StorageError, capped
 
 __all__ = ["Joined", "Staging", "check_space", "join", "writing"]
 
-_ATTEMPTS = 6
+_PATIENCE = 3.0
+"""Seconds to wait for processes that are just beginning, or just ending."""
 
 
 class Joined:
@@ -189,35 +190,33 @@ class Staging(Joined):
     def _claim(self) -> None:
         """Become the one writer of `dst` on this host. Raises StorageError if there is another.
 
-        First make a directory, then look for others: of two that start together, one at least sees the
-        other and steps back. Both may, so each tries again after a while that differs.
+        Of the processes that start together, each first shows itself and then looks for the others, so
+        of any two at least one sees the other. The one with the smallest token waits until the others
+        have stepped back, then begins; whoever sees that one has begun gives up.
         """
-        holder: str | None = None
+        until = time.monotonic() + _PATIENCE
         with writing(self.dst.parent):
-            for _ in range(_ATTEMPTS):
-                holder = partial.look_around(self.dst).holder or self._try()
-                if holder is None:
-                    return
-                time.sleep(0.02 + os.urandom(1)[0] / 1000)
-        raise StorageError(
-            f"`{self.dst}` is being written by {holder}",
-            fix="wait until that has ended, or name another directory",
-        )
-
-    def _try(self) -> str | None:
-        """Make the directory; who else is at work, if it had to be given up again."""
-        self._replaces()
-        self._seen = identity(self.dst)
-        self._partial = mine = partial.create(self.dst, self._fsync)
-        if mine is None:
-            return "a process that began this moment"
-        others = partial.look_around(self.dst, mine)
-        if others.holder is not None:
-            self._partial = None
-            mine.remove(self.dst)
-            return others.holder
+            while True:
+                mine, others = self._partial, partial.look_around(self.dst, self._partial)
+                if others.writer or time.monotonic() > until:
+                    raise StorageError(
+                        f"`{self.dst}` is being written by {others.writer or 'another process'}",
+                        fix="wait until that has ended, or name another directory",
+                    )
+                if mine is not None and not others.rivals:
+                    break
+                if mine is None and not others.rivals:
+                    self._replaces()
+                    self._partial = partial.create(self.dst, self._fsync)
+                    continue
+                if mine is not None and min(others.rivals) < mine.token:
+                    self._partial = None
+                    mine.remove(self.dst)
+                time.sleep(0.001 + os.urandom(1)[0] / 20_000)
+            mine.begin()
+            self._seen = identity(self.dst)
+            self._replaces()  # once more: `dst` may have been published since
         self.token, self.path, self.left_alone = mine.token, mine.data, others.foreign
-        return None
 
     def _close(self, error: BaseException | None = None) -> None:
         """Remove the partial directory, which after a commit holds what was replaced."""

@@ -5,7 +5,6 @@
 Without an argument it converts the tiny checkpoint in fixtures/, which real Megatron wrote.
 """
 
-import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import convtools
+from convtools.layout.numbers import numberless
 from convtools.stores.hf import open_hf
 
 FIXTURE = Path(__file__).parent.parent / "fixtures/oracle/nemotron_mtp/hf"
@@ -35,11 +35,6 @@ def content(root: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return out
 
 
-def kind(name: str) -> str:
-    """A tensor's name with its numbers left out: `backbone.layers.*.mixer.in_proj.weight`."""
-    return re.sub(r"\.\d+(?=\.)", ".*", name)
-
-
 def main() -> int:
     """Convert there and back by every route, and show what became of every kind of tensor."""
     src = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURE
@@ -49,7 +44,7 @@ def main() -> int:
     model = convtools.open_source(src).model
     came_from = defaultdict(set)
     for piece in model.table(model.spec.vocab).mapping.pieces:
-        came_from[kind(piece.b)].add(kind(piece.a))
+        came_from[numberless(piece.b)].add(numberless(piece.a))
 
     equal: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -60,7 +55,7 @@ def main() -> int:
             after = content(back)
             equal[route] = defaultdict(int)
             for name in before:
-                equal[route][kind(name)] += after.get(name) == before[name]
+                equal[route][numberless(name)] += after.get(name) == before[name]
             if after.keys() != before.keys():
                 console.print(f"[red]{route}: names differ: {sorted(after.keys() ^ before.keys())[:5]}")
             if (back / "config.json").read_bytes() != (src / "config.json").read_bytes():
@@ -69,7 +64,7 @@ def main() -> int:
     table = Table("Hugging Face", "Megatron", "tensors", "bytes", *(f"back from {r}" for r in ROUTES))
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in before:
-        kinds[kind(name)].append(name)
+        kinds[numberless(name)].append(name)
     whole = True
     for label, names in kinds.items():
         nbytes = sum(len(before[n][2]) for n in names)

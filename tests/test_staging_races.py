@@ -181,7 +181,7 @@ for i in range(12):
             s.commit()
         print("won")
     except StorageError as error:
-        print("lost" if "is being written by" in str(error) or "is not empty" in str(error) else error)
+        print("lost" if "is being written by" in str(error) or "is not empty" in str(error) else repr(error))
 """
 
 

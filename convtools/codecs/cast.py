@@ -32,6 +32,8 @@ def cast(data: memoryview | bytearray | bytes, src: str, dst: str) -> Any:
     floats = set(FLOATS.values())
     if src not in floats or dst not in floats:
         raise UsageError(f"no cast from {src} to {dst}", expected=f"both of {sorted(floats)}")
+    if src == dst:
+        return memoryview(bytearray(data))  # arithmetic would change signalling NaNs
     if src == "BF16":
         wide = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     else:
@@ -41,7 +43,7 @@ def cast(data: memoryview | bytearray | bytes, src: str, dst: str) -> Any:
     else:
         with np.errstate(over="ignore", invalid="ignore"):
             out = wide.astype({"F16": "<f2", "F32": "<f4", "F64": "<f8"}[dst])
-    return memoryview(np.ascontiguousarray(out)).cast("B")
+    return np.ascontiguousarray(out).data.cast("B")
 
 
 def _bf16(wide: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":

@@ -19,6 +19,9 @@ from convtools.layout.view import View, same
 FIRST, LAST = "first", "last"
 """Pipeline stages that are not a decoder layer's own: with the embedding, with the head."""
 
+MODEL, EITHER, FP32 = "model", "either", "fp32"
+"""Stored in the model's dtype; in that or in fp32; always in fp32."""
+
 
 class Expert(NamedTuple):
     """Which routed expert a parameter belongs to."""
@@ -45,8 +48,8 @@ class Param:
     """The Transformer Engine module that saves an (empty) `_extra_state` beside this tensor."""
     aliases: tuple[str, ...] = ()
     """Names that other layer specs give the same tensor."""
-    keep_fp32: bool = False
-    """Megatron computes with it in fp32: `--dtype` leaves it alone unless told otherwise."""
+    precision: str = MODEL
+    """MODEL, EITHER or FP32. `--dtype` leaves what is fp32 by FP32 or EITHER alone unless told otherwise."""
     vocab: int | None = None
     """Rows of the true vocabulary, where the rows past it are padding."""
 

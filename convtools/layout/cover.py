@@ -1,7 +1,7 @@
 """Do boxes tile a tensor exactly? If not, the first element that is missed or held twice."""
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from typing import NamedTuple
 
 from convtools.layout.piece import Piece
@@ -13,7 +13,7 @@ Box = tuple[tuple[int, int], ...]
 class Fault(NamedTuple):
     """The first element at fault, in row-major order of the tensor."""
 
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # type: ignore[assignment]  # shadows tuple.index
     holders: tuple[int, ...]
     """Which boxes hold it: none where it is missed, two or more where they overlap."""
 
@@ -22,7 +22,7 @@ def boxes_of(piece: Piece) -> Iterator[Box]:
     """The boxes of a piece on its `a` side: strided loops are laid out, contiguous ones kept."""
     per_dim: list[list[tuple[int, int]]] = []
     for dim, origin in enumerate(piece.a_origin):
-        loops = sorted((l for l in piece.loops if l.a_dim == dim), key=lambda l: -l.a_step)
+        loops = sorted((x for x in piece.loops if x.a_dim == dim), key=lambda x: -x.a_step)
         run = loops.pop().n if loops and loops[-1].a_step == 1 else 1
         starts = [origin]
         for loop in loops:
@@ -34,7 +34,8 @@ def boxes_of(piece: Piece) -> Iterator[Box]:
 def first_fault(shape: tuple[int, ...], boxes: Iterable[tuple[int, Box]]) -> Fault | None:
     """(shape, (holder, box)...) -> None if the boxes tile the tensor exactly, else the first fault.
 
-    Boxes must lie inside the tensor; empty ones hold nothing. Cost is near linear for tilings with few boxes a slab.
+    Boxes must lie inside the tensor; empty ones hold nothing. Cost is near linear for tilings with
+    few boxes a slab.
     """
     if 0 in shape:
         return None
@@ -47,10 +48,9 @@ def _scan(shape: tuple[int, ...], boxes: list[tuple[int, Box]], dim: int) -> Fau
     boxes = sorted(boxes, key=lambda b: b[1][dim])
     at = 0
     slabs = [(span, list(group)) for span, group in groupby(boxes, key=lambda b: b[1][dim])]
-    if any(later[0][0] < earlier[0][1] for earlier, later in zip(slabs, slabs[1:], strict=False)):
-        slabs = list(_split(slabs))
+    overlap = any(later[0][0] < earlier[0][1] for earlier, later in pairwise(slabs))
     rest = tuple(0 for _ in shape[dim + 1 :])
-    for (first, end), held in slabs:
+    for (first, end), held in _split(slabs) if overlap else slabs:  # split as we go: a fault ends it early
         if first > at:
             return Fault((at, *rest), ())
         fault = _scan(shape, held, dim + 1)
@@ -68,7 +68,7 @@ def _split(
     active: list[tuple[tuple[int, int], list[tuple[int, Box]]]] = []
     upcoming = iter([*slabs, None])
     following = next(upcoming)
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in pairwise(cuts):
         while following is not None and following[0][0] <= first:
             active.append(following)
             following = next(upcoming)

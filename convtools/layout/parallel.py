@@ -6,7 +6,7 @@ for `r` in a pipeline stage of `lcm(tp_size, etp_size * ep_size)` ranks.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -32,12 +32,12 @@ class Part:
 
     name: str
     factors: tuple[tuple[str, int], ...]
-    """(what it counts, how many); the run's length is their product."""
+    """(what it counts, how many)."""
+    size: int = field(init=False)
+    """Length of the run: the product of its factors."""
 
-    @property
-    def size(self) -> int:
-        """Length of the run."""
-        return prod(n for _, n in self.factors)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", prod(n for _, n in self.factors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,8 @@ def _joined(p: Piece, q: Piece, chosen: "list[_Joint]") -> Piece:
 
 def _meet_dim(p0: int, ps: list[_Axis], q0: int, qs: list[_Axis]) -> list[_Joint]:
     """Where `p0 + sum i*step` equals `q0 + sum k*step`, as boxes of indices."""
+    if len(ps) < 2 and len(qs) < 2 and all(x.step == 1 for x in (*ps, *qs)):
+        return _meet_runs(p0, ps[0] if ps else None, q0, qs[0] if qs else None)
     if p0 == q0 and [(x.n, x.step) for x in ps] == [(x.n, x.step) for x in qs]:
         return [_Joint([], [], [(x.n, x.loop, 1, y.loop, 1) for x, y in zip(ps, qs, strict=True)])]
     ps = sorted(ps, key=lambda x: -x.step)
@@ -150,6 +152,21 @@ def _meet_dim(p0: int, ps: list[_Axis], q0: int, qs: list[_Axis]) -> list[_Joint
     if _outer(qs) < _outer(ps):
         return [_Joint(q, p, [(n, c, d, a, b) for n, a, b, c, d in loops]) for p, q, loops in _walk(q0, qs, p0, ps)]
     return _walk(p0, ps, q0, qs)
+
+
+def _meet_runs(p0: int, p: _Axis | None, q0: int, q: _Axis | None) -> list[_Joint]:
+    """The usual case: two contiguous runs, each of one loop or of one element."""
+    lo = max(p0, q0)
+    n = min(p0 + (p.n if p else 1), q0 + (q.n if q else 1)) - lo
+    if n < 1:
+        return []
+    return [
+        _Joint(
+            [(p.loop, lo - p0)] if p and lo > p0 else [],
+            [(q.loop, lo - q0)] if q and lo > q0 else [],
+            [(n, p.loop, 1, q.loop, 1)] if p and q and n > 1 else [],
+        )
+    ]
 
 
 def _outer(axes: list[_Axis]) -> int:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from convtools.errors import CheckpointError
+from convtools.stores.names import tick
 from convtools.stores.pickles import load_pickle
-from convtools.stores.stand_ins import InertType, shown
+from convtools.stores.stand_ins import InertType
 from convtools.stores.torch_zip import size_tuple
 from convtools.stores.zip_records import open_file, read_exactly
 
@@ -50,7 +51,11 @@ class PlaceEntry(metaclass=InertType):
     path = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
     def __setstate__(self, state: Any) -> None:
-        self.relative_path, self.offset, self.length = state["relative_path"], state["offset"], state["length"]
+        self.relative_path, self.offset, self.length = (
+            state["relative_path"],
+            state["offset"],
+            state["length"],
+        )
         self.transforms = state.get("transform_descriptors")
         state.clear()
 
@@ -60,11 +65,12 @@ class Fields(metaclass=InertType):
 
     __slots__ = ("state",)
     path = ""
+    state: Any
 
     def __new__(cls) -> "Fields":
         """Take no arguments: these classes are restored, never called."""
         self = object.__new__(cls)
-        self.state: Any = {}
+        self.state = {}
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -106,7 +112,9 @@ def load_metadata(path: Path) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """
     with open_file(path) as (fd, size):
         if size > MAX_METADATA:
-            raise CheckpointError(f"a `.metadata` of {size} bytes", where=path, expected=f"at most {MAX_METADATA}")
+            raise CheckpointError(
+                f"a `.metadata` of {size} bytes", where=path, expected=f"at most {MAX_METADATA}"
+            )
         data = read_exactly(fd, path, 0, size)
     without_plans = _without_plans(data)
     if without_plans is not None:
@@ -119,7 +127,7 @@ def _parts(data: bytes, path: Path) -> tuple[dict[Any, Any], dict[Any, Any]]:
     value = load_pickle(data, where=str(path), known=_known())
     if not isinstance(value, MetadataEntry):
         raise CheckpointError(
-            "not the `.metadata` of a distributed checkpoint", where=path, found=shown(repr(value)[:200])
+            "not the `.metadata` of a distributed checkpoint", where=path, found=tick(value)
         )
     state = value.state if isinstance(value.state, dict) else {}
     entries, places = state.get("state_dict_metadata"), state.get("storage_data")

@@ -90,7 +90,8 @@ class Mover:
             for g in unit.gathers:
                 for to, of in g.move.runs():
                     self._copy(g.path, g.offset + of * size, dst, unit.offset + to * size, g.move.run * size)
-            self._progress(size * (unit.numel - sum(g.move.numel for g in unit.gathers)))  # what stays a hole
+            if holes := unit.numel - sum(g.move.numel for g in unit.gathers):
+                self._progress(holes * size)
             return
         view = self.gather(unit)
         out = view if unit.src_dtype == unit.dst_dtype else self._converted(view, unit)

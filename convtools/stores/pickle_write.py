@@ -86,7 +86,7 @@ class _Writer:
         if value is None or value is True or value is False:
             self.out.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
         elif type(value) is int and value.bit_length() < 8 * 255:
-            self.out.append(_int(value))
+            self.out.append(int_opcode(value))
         elif type(value) is float:
             self.out.append(b"G" + pack(">d", value))
         elif (index := self._memo.get(_key(value))) is not None:
@@ -167,7 +167,12 @@ def _key(value: Any) -> Any:
     return value if type(value) is Global else id(value)
 
 
-def _int(value: int) -> bytes:
+def int_opcode(value: int) -> bytes:
+    """The opcode that pushes an integer.
+
+    >>> int_opcode(7), int_opcode(-1)
+    (b'K\\x07', b'J\\xff\\xff\\xff\\xff')
+    """
     if 0 <= value < 1 << 8:
         return b"K%c" % value
     if 0 <= value < 1 << 16:

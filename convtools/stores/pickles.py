@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from convtools.errors import CheckpointError, ConvtoolsError, UnsafePickle
+from convtools.stores.names import tick
 from convtools.stores.pickle_opcodes import check_opcodes
-from convtools.stores.stand_ins import Inert, InertType, OrderedState, harmless, shown, stand_in
+from convtools.stores.stand_ins import Inert, InertType, OrderedState, harmless, stand_in
 
 MAX_GLOBALS = 10_000
 """Distinct classes and functions one pickle may name; Megatron's name about twenty."""
@@ -59,7 +60,7 @@ def load_pickle(
     except ConvtoolsError:
         raise
     except Exception as error:  # what the C unpickler raises on nonsense is not a closed set
-        what = f"the pickle cannot be read: {type(error).__name__}: {shown(str(error))}"
+        what = f"the pickle cannot be read: {type(error).__name__}: {tick(str(error))}"
         raise CheckpointError(what, where=where) from error
     finally:
         if collecting:
@@ -72,7 +73,7 @@ def plain(value: Any, where: str = "a pickle") -> Any:
     A namespace becomes a dict, a dtype its name ("torch.bfloat16"), a path its text. Any other object
     that was not loaded becomes {"class": its name} with the "args", "state" and "items" it was given.
 
-    Raises `CheckpointError` on a value that is nested too deep or too large.
+    Raises `CheckpointError` on a value that is nested too deep or too large, or loses a key.
     """
     left = MAX_NODES
 
@@ -84,14 +85,19 @@ def plain(value: Any, where: str = "a pickle") -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, dict):
-            return {_plain_key(k): walk(v, depth + 1) for k, v in value.items()}
-        if isinstance(value, list | tuple | set | frozenset):
+            found = {_plain_key(k): walk(v, depth + 1) for k, v in value.items()}
+            if len(found) < len(value):
+                raise CheckpointError("two keys of a dict read the same as text", where=where)
+            return found
+        if type(value) in (list, tuple, set, frozenset):
             return [walk(item, depth + 1) for item in value]
         if isinstance(value, InertType):
             return value.path
         if isinstance(value, Inert):
             return walk(_record(value), depth + 1)
-        return f"<{len(value)} bytes>" if isinstance(value, bytes | bytearray) else shown(str(value))
+        return (
+            f"<{len(value)} bytes>" if isinstance(value, bytes | bytearray) else f"<a {type(value).__name__}>"
+        )
 
     return walk(value, 0)
 
@@ -101,7 +107,7 @@ def _plain_key(key: Any) -> str:
         return key
     if isinstance(key, InertType):
         return key.path
-    return str(key) if key is None or isinstance(key, bool | int | float) else shown(repr(key))
+    return str(key) if key is None or isinstance(key, bool | int | float) else tick(key)
 
 
 def _record(value: Inert) -> Any:
@@ -146,7 +152,7 @@ class _Loader(pickle.Unpickler):
         path = f"{module}.{name}"
         if not harmless(module, name):
             raise UnsafePickle(
-                f"the pickle refers to `{shown(path)}`, which can run code; nothing of it was run",
+                f"the pickle refers to {tick(path)}, which can run code; nothing of it was run",
                 where=self._where,
                 fix="do not load this file with torch.load either; get it again from someone you trust",
             )
@@ -189,10 +195,17 @@ def _constructors(budget: int) -> dict[tuple[str, str], Any]:
     def number(real: float, imag: float) -> complex:
         return complex(real + 0.0, imag + 0.0)
 
+    def reconstruct(kind: InertType, base: object, state: object) -> Any:  # protocols 0 and 1
+        if not isinstance(kind, InertType):
+            raise TypeError("an object of no class")
+        return kind() if state is None else kind(state)
+
     return {
+        ("copyreg", "_reconstructor"): reconstruct,
         ("builtins", "set"): collect(set),
         ("builtins", "frozenset"): collect(frozenset),
         ("builtins", "bytearray"): array,
+        ("builtins", "bytes"): lambda: b"",  # so spelled where it is empty
         ("builtins", "complex"): number,
         ("_codecs", "encode"): encode,
         ("collections", "OrderedDict"): OrderedState,

@@ -4,6 +4,8 @@ import sys
 from functools import lru_cache
 from typing import Any
 
+from convtools.stores.names import tick
+
 _HARMLESS: dict[str, frozenset[str] | None] = {
     "argparse": frozenset({"Namespace"}),
     "builtins": frozenset(
@@ -51,7 +53,7 @@ class InertType(type):
         raise TypeError("a pickle may not change a class")
 
     def __repr__(cls) -> str:
-        return f"<{shown(cls.path)}, not loaded>"
+        return f"<{tick(cls.path)}, not loaded>"
 
 
 class Inert(metaclass=InertType):
@@ -86,7 +88,7 @@ class Inert(metaclass=InertType):
     add = append
 
     def __repr__(self) -> str:
-        return f"<a {shown(type(self).path)}, not loaded>"
+        return f"<a {tick(type(self).path)}, not loaded>"
 
 
 class OrderedState(dict[Any, Any], metaclass=InertType):
@@ -107,16 +109,6 @@ def stand_in(path: str) -> InertType:
     """The stand-in for the class or function called `path`.
 
     >>> stand_in("torch.bfloat16")
-    <torch.bfloat16, not loaded>
+    <`torch.bfloat16`, not loaded>
     """
     return InertType("Inert", (Inert,), {"__slots__": (), "path": path})
-
-
-def shown(text: str) -> str:
-    """Text out of a file, made fit for a terminal: printable ASCII, at most 120 characters of it.
-
-    >>> shown("a\\x1b[2J")
-    'a\\\\x1b[2J'
-    """
-    kept = "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text[:120])
-    return kept + "..." if len(text) > 120 else kept

@@ -7,7 +7,8 @@ from typing import Any
 
 from convtools.errors import CheckpointError
 from convtools.stores.base import StoredTensor
-from convtools.stores.dcp import DcpMetadata, DcpTensor, open_tensors, read_metadata
+from convtools.stores.dcp import DcpMetadata, open_tensors, read_metadata
+from convtools.stores.dcp_tensor import DcpTensor
 from convtools.stores.pickles import plain
 from convtools.stores.torch_zip import read_archive
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from convtools.layout.region import Region
 from convtools.stores.base import DTYPE_NBYTES, FilePlan, Payload
-from convtools.stores.dcp import DcpChunk, DcpTensor, write_metadata
+from convtools.stores.dcp_tensor import DcpChunk, DcpTensor
+from convtools.stores.dcp_write import write_metadata
 from convtools.stores.torch_frames import common_file, empty_tensor, object_frame, tensor_frame
 
 METADATA_JSON = (

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from convtools.errors import CheckpointError
 from convtools.stores.base import DTYPE_NBYTES, FROM_TORCH
+from convtools.stores.names import tick
 from convtools.stores.pickles import load_pickle
-from convtools.stores.stand_ins import InertType, shown, stand_in
+from convtools.stores.stand_ins import InertType, stand_in
 from convtools.stores.zip_records import Record, Window, open_file, open_window, read_records
 
 MAX_PICKLE = 1 << 30
@@ -58,7 +59,7 @@ class TensorRef(NamedTuple):
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size > 1 and stride != expected and self.nbytes:
                 raise CheckpointError(
-                    f"tensor `{shown(name)}` does not lie contiguous in its file",
+                    f"tensor {tick(name)} does not lie contiguous in its file",
                     where=f"{self.path}:{self.offset}",
                     expected=f"the strides of a C-contiguous tensor of shape {list(self.shape)}",
                     found=f"strides {list(self.strides)}",
@@ -105,12 +106,12 @@ def read_tensor_item(path: Path, offset: int, length: int, *, fd: int | None = N
 
     Raises as `read_archive` does, and where anything but one plain tensor was saved.
     """
-    value = (
-        read_archive(path, offset, length).value if fd is None else _load(Window(fd, path, offset, length))
-    )
+    if fd is None:
+        value = read_archive(path, offset, length).value
+    else:
+        value = _load(Window(fd, path, offset, length))
     if not isinstance(value, TensorRef):
-        found = f"{type(value).__name__}: {shown(repr(value)[:200])}"
-        raise CheckpointError("expected one plain tensor", where=f"{path}:{offset}", found=found)
+        raise CheckpointError("expected one plain tensor", where=f"{path}:{offset}", found=tick(value))
     return value
 
 
@@ -121,7 +122,7 @@ def _load(window: Window) -> Any:
     stem = next(iter(records), "").partition("/")[0]
     pickled = records.get(f"{stem}/data.pkl")
     if pickled is None or f"{stem}/constants.pkl" in records:
-        found = "a TorchScript archive" if pickled else f"no record `{shown(stem)}/data.pkl`"
+        found = "a TorchScript archive" if pickled else f"no record {tick(stem + '/data.pkl')}"
         raise CheckpointError("not a file that torch.save wrote", where=window.where(), found=found)
     order = records.get(f"{stem}/byteorder")
     if order is not None and (spelled := window.read(order.offset, min(order.nbytes, 8))) != b"little":
@@ -158,10 +159,10 @@ def _storage(pid: Any, records: Mapping[str, Record], stem: str, window: Window)
         return kind(*pid)
     record = records.get(f"{stem}/data/{key}")
     if record is None:
-        raise window.error(f"record `data/{shown(key)}`, the bytes of a tensor, is missing")
+        raise window.error(f"record {tick('data/' + key)}, the bytes of a tensor, is missing")
     nbytes = numel * (DTYPE_NBYTES[dtype] if dtype else 1)
     if nbytes > record.nbytes:
-        what = f"a tensor needs {nbytes} bytes of record `data/{shown(key)}`, which has {record.nbytes}"
+        what = f"a tensor needs {nbytes} bytes of record {tick('data/' + key)}, which has {record.nbytes}"
         raise window.error(what, record.offset)
     return _Storage(dtype, record, nbytes)
 
@@ -169,19 +170,16 @@ def _storage(pid: Any, records: Mapping[str, Record], stem: str, window: Window)
 def _known(window: Window) -> dict[tuple[str, str], Any]:
     """What the functions in a tensor's pickle stand for. Made anew for each file: see `load_pickle`."""
 
-    def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
-        metadata = rest[2] if len(rest) > 2 else None  # conjugate and negative bits
-        whole = isinstance(storage, _Storage) and storage.dtype and not metadata
-        args = (storage, offset, size, stride, *rest)
-        return _tensor(window, storage, storage.dtype, offset, size, stride) if whole else odd(*args)
+    def view(dtype: str | None, metadata: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
+        whole = isinstance(args[0], _Storage) and not any(metadata)  # conjugated or negated ones are not
+        return _tensor(window, dtype, *args[:4]) if whole and dtype else odd(*args)
 
-    def rebuild_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
-        dtype = (
-            FROM_TORCH.get(rest[2].path.removeprefix("torch.")) if isinstance(rest[2], InertType) else None
-        )
-        whole = isinstance(storage, _Storage) and dtype and not (len(rest) > 3 and rest[3])
-        args = (storage, offset, size, stride, *rest)
-        return _tensor(window, storage, dtype, offset, size, stride) if whole and dtype else odd(*args)
+    def rebuild(*args: Any) -> Any:
+        return view(args[0].dtype if isinstance(args[0], _Storage) else None, args[6:], args)
+
+    def rebuild_v3(*args: Any) -> Any:
+        kind = args[6].path if isinstance(args[6], InertType) else ""
+        return view(FROM_TORCH.get(kind.removeprefix("torch.")), args[7:], args)
 
     def parameter(data: Any, *_: Any) -> Any:
         return data
@@ -214,7 +212,7 @@ def size_tuple() -> Callable[[Any], tuple[int, ...]]:
     return size
 
 
-def _tensor(window: Window, storage: _Storage, dtype: str, offset: Any, size: Any, stride: Any) -> TensorRef:
+def _tensor(window: Window, dtype: str, storage: _Storage, offset: Any, size: Any, stride: Any) -> TensorRef:
     """The view of `storage`, whose numbers are compared with it first."""
     for numbers in (size, stride, (offset,)):
         sane = type(numbers) is tuple and len(numbers) <= MAX_DIMS
@@ -223,9 +221,8 @@ def _tensor(window: Window, storage: _Storage, dtype: str, offset: Any, size: An
     if len(size) != len(stride):
         raise window.error(f"a tensor has {len(size)} dims and {len(stride)} strides")
     itemsize = DTYPE_NBYTES[dtype]
-    extent = (
-        offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1 if prod(size) else 0
-    )
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    extent = last + 1 if prod(size) else 0
     if extent * itemsize > storage.nbytes:
         what = f"a tensor reaches to byte {extent * itemsize} of a storage of {storage.nbytes} bytes"
         raise window.error(what, storage.record.offset)

@@ -6,7 +6,6 @@ been compared with the others: records are stored as they are, inside the zip, a
 """
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,8 @@ from struct import Struct
 from typing import NamedTuple
 
 from convtools.errors import CheckpointError
-from convtools.stores.stand_ins import shown
+from convtools.stores.names import tick
+from convtools.stores.regular_file import open_regular
 
 _END = Struct("<IHHHHIIH")  # end of central directory
 _END64_LOCATOR = Struct("<IIQI")
@@ -24,7 +24,7 @@ _LOCAL = Struct("<IHHHHHIIIHH")
 _END_MAGIC, _END64_LOCATOR_MAGIC, _END64_MAGIC = 0x06054B50, 0x07064B50, 0x06064B50
 _ENTRY_MAGIC, _LOCAL_MAGIC = 0x02014B50, 0x04034B50
 _SEE_ZIP64 = 0xFFFFFFFF
-_ENCRYPTED = 0x1
+_ENCRYPTED, _SIZES_FOLLOW = 0x1, 0x8
 
 EDGE = 2048
 """Bytes read at once from either end: all but the payload of a `torch.save` of one tensor."""
@@ -76,17 +76,9 @@ class Window:
 @contextmanager
 def open_file(path: Path) -> Iterator[tuple[int, int]]:
     """(file descriptor, size) of a regular file; a `CheckpointError` where there is none."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not block
-    except OSError as error:
-        raise CheckpointError(f"cannot open the file: {error.strerror}", where=path) from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError("not a regular file", where=path)
-        yield fd, status.st_size
-    finally:
-        os.close(fd)
+    file, size = open_regular(path)
+    with file:
+        yield file.fileno(), size
 
 
 def open_window(fd: int, path: Path, size: int, offset: int, length: int) -> Window:
@@ -109,20 +101,21 @@ def read_records(window: Window) -> dict[str, Record]:
     spans: list[tuple[int, int, str]] = []
     at = 0
     for _ in range(count):
-        name, nbytes, header, at = _entry(window, data, at, start)
+        name, nbytes, header, flags, at = _entry(window, data, at, start)
         if name in records:
-            raise window.error(f"record `{shown(name)}` is there twice", start)
-        offset = _payload(window, name, nbytes, header)
+            raise window.error(f"record {tick(name)} is there twice", start)
+        offset = _payload(window, name, nbytes, header, flags)
         records[name] = Record(offset, nbytes)
-        spans.append((header, offset + nbytes, name))
+        sizes = 24 if max(header, nbytes) >= _SEE_ZIP64 else 16  # what follows a payload
+        spans.append((header, offset + nbytes + (sizes if flags & _SIZES_FOLLOW else 0), name))
     if at != len(data):
         raise window.error(f"the directory of {count} records has {len(data) - at} bytes more", start + at)
-    spans.sort()
-    for (_, stop, name), (following, _, _) in zip(spans, [*spans[1:], (start, 0, "")], strict=True):
-        if stop > following:
-            raise window.error(
-                f"record `{shown(name)}` runs to {stop}, past what follows at {following}", following
-            )
+    end = 0
+    for header, stop, name in [*sorted(spans), (start, start, "")]:
+        if header != end:  # a length that lies by a byte would shift a payload, and nothing else would tell
+            what = f"record {tick(name)} begins at {header}" if name else f"its directory begins at {header}"
+            raise window.error(f"{what}, the record before it ends at {end}", min(header, end))
+        end = stop
     return records
 
 
@@ -134,6 +127,7 @@ def _directory(window: Window) -> tuple[int, int, int]:
     magic, _, _, _, count, nbytes, start, comment = _END.unpack(window.read(end, _END.size))
     if magic != _END_MAGIC or comment:
         raise window.error("the end of a zip is missing: it is cut short, or is no zip", end)
+    short = (count, nbytes, start)
     locator = end - _END64_LOCATOR.size
     if locator >= 0:
         magic, _, at, _ = _END64_LOCATOR.unpack(window.read(locator, _END64_LOCATOR.size))
@@ -141,6 +135,8 @@ def _directory(window: Window) -> tuple[int, int, int]:
             magic, _, _, _, _, _, _, count, nbytes, start = _END64.unpack(window.read(at, _END64.size))
             if magic != _END64_MAGIC or at + _END64.size != locator:
                 raise window.error("its zip64 end does not lie where it is said to", at)
+            if short != (min(count, 0xFFFF), min(nbytes, _SEE_ZIP64), min(start, _SEE_ZIP64)):
+                raise window.error("its two ends do not say the same", end)
             end = at
     if start + nbytes != end or nbytes > MAX_DIRECTORY or count * _ENTRY.size > nbytes:
         raise window.error(
@@ -149,8 +145,8 @@ def _directory(window: Window) -> tuple[int, int, int]:
     return count, start, end
 
 
-def _entry(window: Window, data: bytes, at: int, start: int) -> tuple[str, int, int, int]:
-    """(name, bytes, offset of the local header, end of the entry) of the directory entry at `at`."""
+def _entry(window: Window, data: bytes, at: int, start: int) -> tuple[str, int, int, int, int]:
+    """(name, bytes, offset of its header, flags, end of the entry) of the directory entry at `at`."""
     where = start + at
     if at + _ENTRY.size > len(data):
         raise window.error("the directory is cut short", where)
@@ -167,9 +163,7 @@ def _entry(window: Window, data: bytes, at: int, start: int) -> tuple[str, int, 
     except UnicodeDecodeError:
         raise window.error("a record's name is not UTF-8", where) from None
     if method or flags & _ENCRYPTED:
-        raise window.error(
-            f"record `{shown(name)}` is compressed or encrypted; torch.save stores it plain", where
-        )
+        raise window.error(f"record {tick(name)} is compressed or encrypted, as in a TorchScript file", where)
     if _SEE_ZIP64 in (nbytes, packed, header):
         wide = _zip64(data[at + name_size : at + name_size + extra_size])
         try:  # the fields that did not fit, in this order
@@ -177,10 +171,10 @@ def _entry(window: Window, data: bytes, at: int, start: int) -> tuple[str, int, 
             packed = next(wide) if packed == _SEE_ZIP64 else packed
             header = next(wide) if header == _SEE_ZIP64 else header
         except StopIteration:
-            raise window.error(f"record `{shown(name)}` lacks its zip64 sizes", where) from None
+            raise window.error(f"record {tick(name)} lacks its zip64 sizes", where) from None
     if nbytes != packed:
-        raise window.error(f"record `{shown(name)}` is {packed} bytes stored and {nbytes} unpacked", where)
-    return name, nbytes, header, end
+        raise window.error(f"record {tick(name)} is {packed} bytes stored and {nbytes} unpacked", where)
+    return name, nbytes, header, flags, end
 
 
 def _zip64(extra: bytes) -> Iterator[int]:
@@ -198,14 +192,14 @@ def _zip64(extra: bytes) -> Iterator[int]:
     return iter(())
 
 
-def _payload(window: Window, name: str, nbytes: int, header: int) -> int:
+def _payload(window: Window, name: str, nbytes: int, header: int, flags: int) -> int:
     """Where a record's bytes begin, by its local header."""
     head = window.read(header, _LOCAL.size)
-    magic, _, _, method, _, _, _, packed, plain, name_size, extra_size = _LOCAL.unpack(head)
+    magic, _, flagged, method, _, _, _, packed, plain, name_size, extra_size = _LOCAL.unpack(head)
     same = name.encode() == window.read(header + _LOCAL.size, name_size)
     sizes = {packed, plain} <= {0, _SEE_ZIP64, nbytes}  # 0: they follow the payload
-    if magic != _LOCAL_MAGIC or method or not same or not sizes:
-        raise window.error(f"record `{shown(name)}` has another header than the directory says", header)
+    if magic != _LOCAL_MAGIC or method or flagged != flags or not same or not sizes:
+        raise window.error(f"record {tick(name)} has another header than the directory says", header)
     return int(header + _LOCAL.size + name_size + extra_size)
 
 

@@ -87,7 +87,9 @@ def seen(draw: st.DrawFn, name: str, shape: tuple[int, ...]) -> Seen:
     sizes = [n for d in dims for n in d]
     for n in sizes[: draw(st.integers(0, len(sizes)))]:
         first = draw(st.integers(0, n - 1))
-        picks.append(draw(st.sampled_from([first, slice(first, draw(st.integers(first + 1, n))), slice(None)])))
+        picks.append(
+            draw(st.sampled_from([first, slice(first, draw(st.integers(first + 1, n))), slice(None)]))
+        )
     flat = np.arange(prod(shape)).reshape(sizes)[tuple(picks)]
     view = view[tuple(picks)]
     order = draw(st.permutations(range(flat.ndim)))
@@ -139,7 +141,9 @@ def bijections(draw: st.DrawFn, exact: bool = True, many: bool = False) -> Mappi
 
 
 @st.composite
-def tilings(draw: st.DrawFn, shape: tuple[int, ...], least: int = 0, most: int = 12) -> list[tuple[Pair, ...]]:
+def tilings(
+    draw: st.DrawFn, shape: tuple[int, ...], least: int = 0, most: int = 12
+) -> list[tuple[Pair, ...]]:
     """Random boxes that tile a tensor: cut again and again, anywhere."""
     boxes = [tuple((0, n) for n in shape)]
     target = draw(st.integers(max(1, least), max(most, least)))

@@ -56,7 +56,9 @@ def test_one_box_moved_is_found_at_the_first_element(
 
 @LAWS
 @given(tiled(), st.data())
-def test_one_box_dropped_or_doubled_is_found(case: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
+def test_one_box_dropped_or_doubled_is_found(
+    case: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
     shape, boxes = case
     i = data.draw(st.integers(0, len(boxes) - 1))
     corner = tuple(lo for lo, _ in boxes[i])
@@ -76,7 +78,9 @@ def test_any_boxes_at_all(data: st.DataObject | None) -> None:
         return
     shape = data.draw(shapes())
     span = [st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda s: tuple(sorted(s))) for n in shape]
-    check(shape, [b for b in data.draw(st.lists(st.tuples(*span), max_size=10)) if all(lo < hi for lo, hi in b)])
+    check(
+        shape, [b for b in data.draw(st.lists(st.tuples(*span), max_size=10)) if all(lo < hi for lo, hi in b)]
+    )
 
 
 def test_a_scalar_is_held_once_or_at_fault() -> None:
@@ -94,15 +98,20 @@ def test_an_empty_tensor_has_nothing_to_miss() -> None:
 def test_the_boxes_of_a_piece_hold_its_elements_once(data: st.DataObject) -> None:
     p = data.draw(pieces_of("b", data.draw(shapes()), "a"))
     boxes = list(boxes_of(p))
-    held = [a for box in boxes for a in np.ndindex(*(hi for _, hi in box)) if all(
-        lo <= i for i, (lo, _) in zip(a, box, strict=True)
-    )]
+    held = [
+        a
+        for box in boxes
+        for a in np.ndindex(*(hi for _, hi in box))
+        if all(lo <= i for i, (lo, _) in zip(a, box, strict=True))
+    ]
     assert sorted(held) == sorted(a for a, _ in pairs(p))
     assert sum(prod(hi - lo for lo, hi in box) for box in boxes) == p.numel
 
 
 def test_contiguous_rows_are_one_box() -> None:
-    qkv = Piece("qkv", "q", (0, 0), (0, 0), (Loop(2, 0, 48, 0, 32), Loop(32, 0, 1, 0, 1), Loop(5, 1, 1, 1, 1)))
+    qkv = Piece(
+        "qkv", "q", (0, 0), (0, 0), (Loop(2, 0, 48, 0, 32), Loop(32, 0, 1, 0, 1), Loop(5, 1, 1, 1, 1))
+    )
     assert list(boxes_of(qkv)) == [((0, 32), (0, 5)), ((48, 80), (0, 5))]
 
 
@@ -117,3 +126,9 @@ def test_many_boxes_take_little_time() -> None:
     assert first_fault((20_000, 4), enumerate(rows)) is None
     rows[11_111] = ((11_111, 11_112), (0, 3))
     assert first_fault((20_000, 4), enumerate(rows)) == Fault((11_111, 3), ())
+
+
+def test_a_fault_among_many_overlapping_boxes_is_found_at_once() -> None:
+    n = 20_000  # every box overlaps every other
+    nested = ((i, ((i, n), (i, n))) for i in range(n))
+    assert first_fault((n, n), nested) == Fault((1, 1), (0, 1))

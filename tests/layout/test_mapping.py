@@ -76,7 +76,9 @@ def test_inverse_undoes_itself(data: st.DataObject) -> None:
     mapping = data.draw(bijections())
     back = mapping.inverse().inverse()
     assert (back.a, back.b, back.pieces) == (mapping.a, mapping.b, mapping.pieces)
-    assert {(b, y, a, x) for a, x, b, y in relation(list(mapping.pieces))} == relation(list(mapping.inverse().pieces))
+    assert {(b, y, a, x) for a, x, b, y in relation(list(mapping.pieces))} == relation(
+        list(mapping.inverse().pieces)
+    )
 
 
 @LAWS

@@ -75,9 +75,7 @@ def test_a_tp_that_cuts_a_unit_is_refused_naming_both_numbers() -> None:
     with pytest.raises(ParallelError) as caught:  # 16 rows could be cut in 4, but not 2 groups
         cut.check(4, tensor="in_proj.weight")
     assert str(caught.value) == (
-        "tp=4 does not divide n_groups=2\n"
-        "  where: `in_proj.weight`\n"
-        "  what to do: choose a tp that divides 2"
+        "tp=4 does not divide n_groups=2\n  where: `in_proj.weight`\n  what to do: choose a tp that divides 2"
     )
 
 

@@ -4,6 +4,7 @@ from hypothesis import given, strategies as st
 
 from convtools.layout.piece import Loop, Piece, block, meet, merged
 from convtools.layout.region import Region
+from convtools.layout.view import View, same
 from tests.layout.brute import LAWS, composed, indices, pairs, pieces_of, relation, shapes
 
 
@@ -90,7 +91,9 @@ def test_meeting_the_whole_changes_nothing(data: st.DataObject) -> None:
 def test_a_block_is_a_region_counted_from_its_corner(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     at = [data.draw(st.integers(0, n - 1)) for n in shape]
-    region = Region(tuple(at), tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, at, strict=True)))
+    region = Region(
+        tuple(at), tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, at, strict=True))
+    )
     expected = {(tuple(i - o for i, o in zip(x, at, strict=True)), x) for x in indices(region)}
     assert set(pairs(block("part", "whole", region))) == expected
 
@@ -111,6 +114,14 @@ def test_a_run_is_found_inside_an_interleave() -> None:
         ("a", (2,), "c", (21,)),
         ("a", (3,), "c", (22,)),
     }
+
+
+def test_a_run_meets_an_interleave_in_few_pieces_from_either_side() -> None:
+    # 1,000 query groups of 6 heads of 8 rows; the run begins and ends inside a head.
+    heads = same(View("q", (1000, 4, 8)), View("qkv", (1000, 6, 8))[:, :4])
+    run = block("rank", "qkv", Region((100,), (45_000,)))
+    assert len(list(meet(run, heads.inverse()))) <= 5
+    assert len(list(meet(heads, run.inverse()))) <= 5
 
 
 def test_merged_joins_only_what_continues_on_both_sides() -> None:

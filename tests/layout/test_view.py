@@ -35,7 +35,8 @@ def test_same_pairs_elements_in_reading_order(data: st.DataObject) -> None:
     piece = same(a.view, b)
     expected = zip(a.flat.ravel().tolist(), flat_of(b).ravel().tolist(), strict=True)
     found = [
-        (int(np.ravel_multi_index(x, a.view.shape)), int(np.ravel_multi_index(y, b.shape))) for x, y in pairs(piece)
+        (int(np.ravel_multi_index(x, a.view.shape)), int(np.ravel_multi_index(y, b.shape)))
+        for x, y in pairs(piece)
     ]
     assert len(found) == piece.numel == a.flat.size
     assert sorted(found) == sorted(expected)

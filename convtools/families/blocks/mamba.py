@@ -1,6 +1,6 @@
 """The Mamba-2 mixer."""
 
-from convtools.families.table import Block, columns, copied, rows
+from convtools.families.table import EITHER, Block, columns, copied, rows
 from convtools.layout.parallel import Cut, Part
 
 
@@ -22,9 +22,9 @@ def mamba(
     block = [
         copied("mixer.in_proj.weight", "in_proj.weight", (z.size + conv_dim + dt.size, hidden), in_proj, split=True, te=True),
         copied("mixer.conv1d.weight", "conv1d.weight", (conv_dim, 1, conv_kernel), conv, split=True),
-        copied("mixer.A_log", "A_log", (heads,), heads_cut, keep_fp32=True),
-        copied("mixer.D", "D", (heads,), heads_cut, keep_fp32=True),
-        copied("mixer.dt_bias", "dt_bias", (heads,), heads_cut, keep_fp32=True),
+        copied("mixer.A_log", "A_log", (heads,), heads_cut, precision=EITHER),
+        copied("mixer.D", "D", (heads,), heads_cut, precision=EITHER),
+        copied("mixer.dt_bias", "dt_bias", (heads,), heads_cut, precision=EITHER),
         copied("mixer.norm.weight", "norm.weight", (z.size,), rows(*inner, divides=(by_group,))),
         copied("mixer.out_proj.weight", "out_proj.weight", (hidden, x.size), columns(*inner), te=True),
     ]  # fmt: skip

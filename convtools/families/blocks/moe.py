@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from convtools.families.blocks.mlp import mlp
-from convtools.families.table import Block, Expert, Param, Row, columns, copied, placed, rows
+from convtools.families.table import FP32, Block, Expert, Param, Row, columns, copied, placed, rows
 from convtools.layout.parallel import Cut
 from convtools.layout.view import View
 
@@ -12,7 +12,7 @@ def router(*, experts: int, hidden: int) -> Block:
     """The router `[experts, hidden]` and its correction bias `[experts]`, which is fp32 on both sides."""
     return [
         copied("mlp.router.weight", "gate.weight", (experts, hidden)),
-        copied("mlp.router.expert_bias", "gate.e_score_correction_bias", (experts,), keep_fp32=True),
+        copied("mlp.router.expert_bias", "gate.e_score_correction_bias", (experts,), precision=FP32),
     ]
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face directory as a target."""
 
-from convtools.convert.plan import SideFile, Target
-from convtools.convert.source import Source
+from convtools.conversion.plan import SideFile, Target
+from convtools.conversion.source import Source
 from convtools.stores.hf_write import INDEX_NAME, plan_hf
 
 

@@ -2,25 +2,24 @@
 
 import os
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from convtools.codecs.cast import FLOATS, is_exact
-from convtools.convert.from_hf import hf_source
-from convtools.convert.from_torch import torch_source
-from convtools.convert.from_torch_dist import torch_dist_source
-from convtools.convert.megatron_target import MegatronChoices
-from convtools.convert.options import Options
-from convtools.convert.plan import Resolver, Target, verify
-from convtools.convert.report import Cast, Report, report
-from convtools.convert.run import PaddingFound, Progress, Runner, file_shares, make_files, write_side_files
-from convtools.convert.source import Source
-from convtools.convert.to_hf import hf_target
-from convtools.convert.to_torch import torch_target
-from convtools.convert.to_torch_dist import torch_dist_target
-from convtools.convert.world import World, joined_world
+from convtools.conversion.dtypes import wanted_dtypes
+from convtools.conversion.from_hf import hf_source
+from convtools.conversion.from_torch import torch_source
+from convtools.conversion.from_torch_dist import torch_dist_source
+from convtools.conversion.megatron_target import MegatronChoices
+from convtools.conversion.options import Options
+from convtools.conversion.plan import Resolver, Target, verify
+from convtools.conversion.report import Report, report
+from convtools.conversion.run import PaddingFound, Progress, Runner, file_shares, make_files, write_side_files
+from convtools.conversion.source import Source
+from convtools.conversion.to_hf import hf_target
+from convtools.conversion.to_torch import torch_target
+from convtools.conversion.to_torch_dist import torch_dist_target
+from convtools.conversion.world import World, joined_world
 from convtools.disk import check_space
 from convtools.errors import UsageError
 from convtools.layout.parallel import ParallelLayout, even_stages
@@ -81,11 +80,13 @@ def _publish(
 ) -> list[PaddingFound]:
     if world.rank:
         path, token = world.share("staging")
-        staging = join(path, token)
+        staging = join(path, token, fsync=options.fsync)
         for file in file_shares(target, world.size)[world.rank]:
             staging.file(file.path)  # it is this rank that brings the file to disk
         return _work(staging, options, source, target, resolver, world, None)
-    with Staging(dst, src=[src], overwrite=options.overwrite, replaceable=_not_a_checkpoint) as staging:
+    with Staging(
+        dst, src=[src], overwrite=options.overwrite, replaceable=_not_a_checkpoint, fsync=options.fsync
+    ) as staging:
         check_space(staging.path, target.nbytes)
         make_files(target.files, staging)
         world.share("staging", [str(staging.path), staging.token])
@@ -128,26 +129,6 @@ def _work(
 def _not_a_checkpoint(path: Path) -> str | None:
     """Why a folder may not be replaced; None for a checkpoint."""
     return None if is_hf(path) or is_megatron(path) else "it does not look like a checkpoint"
-
-
-def wanted_dtypes(source: Source, options: Options) -> tuple[dict[str, str], tuple[Cast, ...]]:
-    """dtype in which each HF tensor is written, and the casts that makes."""
-    dtypes = source.dtypes()
-    if options.dtype is None:
-        return dtypes, ()
-    table = source.table or source.model.table(source.model.spec.vocab)
-    fixed = {p.b for p in table.mapping.pieces if table.params[p.a].keep_fp32}
-    wanted = FLOATS[options.dtype]
-    out: dict[str, str] = {}
-    count: Counter[tuple[str, str]] = Counter()
-    for name, dtype in dtypes.items():
-        stays = name in fixed and dtype == "F32" and not options.dtype_fp32_only
-        out[name] = dtype if stays else wanted
-        if out[name] != dtype:
-            count[dtype, wanted] += 1
-            if dtype not in FLOATS.values():
-                raise UsageError(f"--dtype: `{name}` is {dtype}, which is no float", fix="leave out --dtype")
-    return out, tuple(Cast(s, d, n, is_exact(s, d)) for (s, d), n in count.items())
 
 
 def plan_target(source: Source, options: Options, dtypes: dict[str, str]) -> Target:

@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from convtools.convert.plan import SideFile
-from convtools.convert.source import Source
+from convtools.conversion.plan import SideFile
+from convtools.conversion.source import Source
 from convtools.errors import AccountingError, UsageError
 from convtools.families.blocks.embedding import padded_vocab_size
 from convtools.families.table import Table
@@ -48,6 +48,15 @@ def padded_rows(source: Source, choices: MegatronChoices) -> int:
             expected=f"at least the vocabulary's {vocab} rows, and a multiple of tp={tp}",
         )
     return choices.padded_vocab
+
+
+def target_table(source: Source, choices: MegatronChoices) -> Table:
+    """The model's table at the target's vocabulary, checked to be a bijection. Raises UsageError, MappingError."""
+    padded = padded_rows(source, choices)
+    same = source.table.params["embedding.word_embeddings.weight"].shape[0] == padded
+    table = source.table if same else source.model.table(padded)
+    table.check()
+    return table
 
 
 def vocab_fills(table: Table) -> dict[str, Region]:

@@ -3,17 +3,17 @@
 from collections import OrderedDict
 from typing import Any
 
-from convtools.convert.megatron_target import (
+from convtools.conversion.megatron_target import (
     MegatronChoices,
     kept_hf_side,
     megatron_args,
-    padded_rows,
     param_dtypes,
+    target_table,
     tracker,
     vocab_fills,
 )
-from convtools.convert.plan import Target
-from convtools.convert.source import Source
+from convtools.conversion.plan import Target
+from convtools.conversion.source import Source
 from convtools.errors import ParallelError
 from convtools.families.rank_tensors import MemoryStyle, Placement
 from convtools.layout.mapping import Mapping
@@ -29,8 +29,7 @@ def torch_target(source: Source, dtypes: dict[str, str], choices: MegatronChoice
     """Plan every rank's `model_optim_rng.pt`. Raises ParallelError where the layout does not divide the model."""
     layout = choices.layout or ParallelLayout()
     _check_names(layout)
-    table = source.model.table(padded_rows(source, choices))
-    table.check()
+    table = target_table(source, choices)
     place = Placement(table.params.values(), layout, tied=source.model.spec.tied)
     dtype_of, fills = param_dtypes(table, dtypes), vocab_fills(table)
     args = megatron_args(source, table, choices, dtypes)
@@ -64,7 +63,7 @@ def torch_target(source: Source, dtypes: dict[str, str], choices: MegatronChoice
         to_params.compose(table.mapping),
         dtypes,
         fills=local_fills,
-        padded_vocab=padded_rows(source, choices),
+        padded_vocab=args["padded_vocab_size"],
         side_files=tuple(kept_hf_side(source, choices.folder)),
         last=(tracker(choices),),
     )

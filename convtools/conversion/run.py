@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from convtools.codecs.cast import cast
-from convtools.convert.plan import Resolver, SideFile, Target
-from convtools.convert.source import Duplicate, Padding, Source
+from convtools.conversion.plan import Resolver, SideFile, Target
+from convtools.conversion.source import Duplicate, Padding, Source
 from convtools.disk import writing
 from convtools.errors import AccountingError
 from convtools.layout.piece import block

@@ -1,20 +1,19 @@
 """What a conversion did: pure data; the command line renders it."""
 
-import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from convtools.convert.options import Options
-from convtools.convert.plan import Target, Totals
-from convtools.convert.run import PaddingFound
-from convtools.convert.source import LeftOut, Source
+from convtools.conversion.options import Options
+from convtools.conversion.plan import Target, Totals
+from convtools.conversion.run import PaddingFound
+from convtools.conversion.source import LeftOut, Source
+from convtools.layout.numbers import numberless
 from convtools.stores.base import DTYPE_NBYTES
 from convtools.stores.move import SLAB
 
-_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def report(
     tensors: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, shape in source.hf.items():
         numel = prod(shape)
-        tensors[_NUMBER.sub(".*", name)].append((numel, numel * DTYPE_NBYTES[target.dtypes[name]]))
+        tensors[numberless(name)].append((numel, numel * DTYPE_NBYTES[target.dtypes[name]]))
     blocks = tuple(
         BlockLine(name, len(found), sum(n for n, _ in found), sum(b for _, b in found))
         for name, found in tensors.items()

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator
 
-from convtools.convert.megatron_target import (
+from convtools.conversion.megatron_target import (
     MegatronChoices,
     kept_hf_side,
     megatron_args,
-    padded_rows,
     param_dtypes,
+    target_table,
     tracker,
     vocab_fills,
 )
-from convtools.convert.plan import SideFile, Target
-from convtools.convert.source import Source
+from convtools.conversion.plan import SideFile, Target
+from convtools.conversion.source import Source
 from convtools.families.dist_keys import Form, extra_state, written_form
 from convtools.families.rank_tensors import Placement
 from convtools.families.table import Param, Table
@@ -29,8 +29,7 @@ def torch_dist_target(
     The layout only decides how chunks are cut, and in which rank's file they lie.
     Raises ParallelError where it does not divide the model.
     """
-    table = source.model.table(padded_rows(source, choices))
-    table.check()
+    table = target_table(source, choices)
     forms = {name: written_form(p) for name, p in table.params.items()}
     shapes = {key: shape for form in forms.values() for key, shape in form.shapes.items()}
     keys = Mapping(shapes, table.mapping.a, tuple(p for form in forms.values() for p in form.pieces))
@@ -49,7 +48,7 @@ def torch_dist_target(
         keys.compose(table.mapping),
         dtypes,
         fills=vocab_fills(table),
-        padded_vocab=padded_rows(source, choices),
+        padded_vocab=args["padded_vocab_size"],
         side_files=tuple(side),
         last=(tracker(choices),),
     )

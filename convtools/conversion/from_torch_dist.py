@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from convtools.convert.megatron_config import hf_side, spelled
-from convtools.convert.source import LeftOut, Source, account, vocab_padding
+from convtools.conversion.megatron_config import hf_side, spelled
+from convtools.conversion.source import LeftOut, Source, account, vocab_padding
 from convtools.errors import AccountingError
 from convtools.families.dist_keys import Form, read_forms
 from convtools.families.registry import Model

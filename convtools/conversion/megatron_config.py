@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convtools.convert.megatron_target import SPELLING_FILE
+from convtools.conversion.megatron_target import SPELLING_FILE
 from convtools.errors import CheckpointError, ConfigError
 from convtools.families.registry import Family, families, find_family, load_family
 from convtools.stores.hf import read_config, side_files

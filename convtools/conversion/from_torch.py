@@ -4,8 +4,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from convtools.convert.megatron_config import hf_side, spelled
-from convtools.convert.source import Duplicate, LeftOut, Padding, Source, account
+from convtools.conversion.megatron_config import hf_side, spelled
+from convtools.conversion.source import Duplicate, LeftOut, Padding, Source, account
 from convtools.errors import AccountingError, CheckpointError, capped
 from convtools.families.rank_tensors import EMBEDDING, Held, Placement
 from convtools.families.registry import Model

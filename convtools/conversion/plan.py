@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from convtools.convert.source import Source
+from convtools.conversion.source import Source
 from convtools.errors import AccountingError
 from convtools.layout.mapping import Mapping
 from convtools.layout.piece import Piece, block, meet
@@ -77,6 +77,10 @@ class Resolver:
         runs = {name: run.shape for name, run in self._runs.items()}
         held = Mapping(shapes, runs, tuple(stored))
         self._hf_to_run = held if source.to_hf is None else source.to_hf.inverse().compose(held)
+        self._whole = {
+            name: f"{name}#0" for name, t in source.tensors.items() if source.to_hf is None and len(t.blobs) == 1
+        }
+        """HF tensors that are one run of a file: nothing to look up there."""
 
     def pieces(self, name: str, region: Region) -> list[Piece]:
         """The pieces payload ~ source run. Raises AccountingError unless they make up the whole payload."""
@@ -86,6 +90,9 @@ class Resolver:
             parts = list(self._to_hf.restrict(name, region, into=""))
         found: list[Piece] = []
         for part in parts:
+            if part.b in self._whole:
+                found.append(part.renamed(part.a, self._whole[part.b]))
+                continue
             for held in self._hf_to_run.touching(part.b, part.inverse().extent()):
                 found += meet(part, held)
         fill = self._fills.get(name)

@@ -50,8 +50,8 @@ class Source:
     """Side a: stored names, side b: HF names. None: they are the same tensors."""
     hf: dict[str, tuple[int, ...]]
     """Shape of every HF tensor, in the order in which they are written."""
-    table: Table | None
-    """The table at the source's own padded vocabulary, for a Megatron source."""
+    table: Table
+    """The model's table at the source's own (padded) vocabulary."""
     left_out: tuple[LeftOut, ...] = ()
     duplicates: tuple[Duplicate, ...] = ()
     padding: tuple[Padding, ...] = ()

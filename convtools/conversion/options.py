@@ -35,7 +35,11 @@ class Options:
     """`bf16`, `fp16`, `fp32` or `fp64`: cast all but what Megatron keeps in fp32."""
     dtype_fp32_only: bool = False
     """Let `dtype` reach the tensors that Megatron keeps in fp32 too."""
+    mixed_dtypes: bool = False
+    """Accept tensors whose dtype is not the model's, each keeping its own."""
     workers: int = 2
+    fsync: bool = True
+    """Bring every file to disk before it is published; without, a power cut can damage a published copy."""
     overwrite: bool = False
     dry_run: bool = False
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from convtools.convert.source import Duplicate, LeftOut, Source, account
+from convtools.conversion.source import Duplicate, LeftOut, Source, account
 from convtools.families.registry import Model, find_family
 from convtools.stores.encodings import refuse_encodings
 from convtools.stores.hf import open_hf
@@ -16,7 +16,6 @@ def hf_source(root: Path) -> Source:
     spec = family.parse(store.config)
     model = Model(family, store.config, spec, family.spelling(spec, store.tensors))
     table = model.table(model.spec.vocab)
-    table.check()
     expected = dict(table.hf)
     expected.update({copy.name: table.hf[copy.of] for copy in model.copies()})
     account(expected, {name: t.shape for name, t in store.tensors.items()}, what=str(root))
@@ -27,7 +26,7 @@ def hf_source(root: Path) -> Source:
         tensors=store.tensors,
         to_hf=None,
         hf=dict(table.hf),
-        table=None,
+        table=table,
         left_out=(
             *(LeftOut(name, reason) for name, reason in store.unread_files),
             *(LeftOut(f"{name} in {file}", "the index does not assign it there") for name, file in store.stray_tensors),
