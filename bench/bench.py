@@ -28,8 +28,9 @@ from tests.nemotron_checkpoints import TINY, inventory, nbytes, write_hf  # noqa
 def config_of(gigabytes: float) -> dict[str, object]:
     """A Nemotron-H with MoE, attention and Mamba layers of real widths, of about so many bytes."""
     base = TINY | {
-        "hidden_size": 2048, "vocab_size": 65536, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
-        "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "n_routed_experts": 32,
+        "hidden_size": 2048, "vocab_size": 65536,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64,
+        "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "n_routed_experts": 32,
         "moe_intermediate_size": 1792, "moe_shared_expert_intermediate_size": 3584, "moe_latent_size": 1024,
         "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E", "intermediate_size": 8192,
     }  # fmt: skip
@@ -77,10 +78,9 @@ def speed(scratch: Path, gigabytes: float, rounds: int, with_peers: bool) -> Non
     out = scratch / "out"
     cases: dict[str, Callable[[], None]] = {
         "cp -r": lambda: subprocess.run(["cp", "-r", src, out], check=True) and None,
-        "cp -r, then fsync": lambda: subprocess.run(
-            ["sh", "-c", f'cp -r "{src}" "{out}" && sync -f "{out}"'], check=True
-        )
-        and None,
+        "cp -r, then fsync": lambda: (
+            subprocess.run(["sh", "-c", f'cp -r "{src}" "{out}" && sync -f "{out}"'], check=True) and None
+        ),
         "HF -> torch_dist": lambda: convert(src, out, "--to", "torch_dist", "--no-fsync"),
         "torch_dist -> HF": lambda: convert(dist, out, "--to", "hf", "--no-fsync"),
         "HF -> torch_dist, tp8": lambda: convert(src, out, "--to", "torch_dist", "--tp", "8", "--no-fsync"),
@@ -122,7 +122,17 @@ def memory(scratch: Path, sizes: list[float]) -> None:
         dist, tp8, back = scratch / "d", scratch / "t", scratch / "b"
         row = []
         for a, b, extra in ((src, dist, "torch_dist"), (src, tp8, "torch_dist --tp 8"), (tp8, back, "hf")):
-            command = [sys.executable, "-c", _RSS, "convert", str(a), str(b), "--json", "--to", *extra.split()]
+            command = [
+                sys.executable,
+                "-c",
+                _RSS,
+                "convert",
+                str(a),
+                str(b),
+                "--json",
+                "--to",
+                *extra.split(),
+            ]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             row.append(int(done.stdout.split("PEAK")[1]) * 1024 / 1e6)
             if b is dist:
@@ -141,7 +151,11 @@ def start_up(rounds: int = 10) -> None:
         "convtools --help": ["-m", "convtools", "--help"],
     }.items():
         best[name] = min(
-            timed(lambda args=args: subprocess.run([sys.executable, *args], check=True, stdout=subprocess.DEVNULL) and None)[0]
+            timed(
+                lambda args=args: (
+                    subprocess.run([sys.executable, *args], check=True, stdout=subprocess.DEVNULL) and None
+                )
+            )[0]
             for _ in range(rounds)
         )
     print("\n" + json.dumps({name: f"{1000 * s:.0f} ms" for name, s in best.items()}))
@@ -149,7 +163,9 @@ def start_up(rounds: int = 10) -> None:
 
 def main() -> None:
     """Parse, run, print Markdown tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gb", type=float, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", action="store_true", help="also torch's DCP and megatron-core's own save")

@@ -38,7 +38,9 @@ torch.distributed.destroy_process_group()
 
 def _script(text: str) -> Callable[[Path, Path], None]:
     def run(src: Path, out: Path) -> None:
-        subprocess.run([sys.executable, "-W", "ignore", "-c", text, str(src), str(out)], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", text, str(src), str(out)], check=True, capture_output=True
+        )
 
     return run
 

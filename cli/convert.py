@@ -15,7 +15,9 @@ from convtools.cli.render import print_report
 @click.command()
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--to", required=True, type=click.Choice(["hf", "torch_dist", "torch"]), help="Format to write.")
+@click.option(
+    "--to", required=True, type=click.Choice(["hf", "torch_dist", "torch"]), help="Format to write."
+)
 @click.option("--tp", type=int, help="Tensor parallel size.")
 @click.option("--pp", type=int, help="Pipeline parallel size.")
 @click.option("--ep", type=int, help="Expert parallel size.")
@@ -41,21 +43,32 @@ from convtools.cli.render import print_report
     help="Folder with the config.json (tokenizer, ...) for a Megatron source that keeps none.",
 )  # fmt: skip
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file of weights to write.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast; never done unless asked.")
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast; never done unless asked."
+)
 @click.option("--dtype-fp32-only", is_flag=True, help="Let --dtype reach what Megatron keeps in fp32 too.")
-@click.option("--mixed-dtypes", is_flag=True, help="Accept tensors whose dtype is not the model's; each keeps its own.")
-@click.option("--workers", type=int, default=min(4, os.cpu_count() or 1), show_default=True, help="Threads a process.")
-@click.option("--fsync/--no-fsync", default=True, help="Bring every file to disk before publishing.  [default: fsync]")
+@click.option(
+    "--mixed-dtypes", is_flag=True, help="Accept tensors whose dtype is not the model's; each keeps its own."
+)
+@click.option(
+    "--workers", type=int, default=min(4, os.cpu_count() or 1), show_default=True, help="Threads a process."
+)
+@click.option(
+    "--fsync/--no-fsync", default=True, help="Bring every file to disk before publishing.  [default: fsync]"
+)
 @click.option("--dry-run", is_flag=True, help="Plan and account for every tensor; write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST if it is a checkpoint.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def command(src: Path, dst: Path, as_json: bool, iteration: str | None, max_shard_size: str, **choices: Any) -> None:
+def command(
+    src: Path, dst: Path, as_json: bool, iteration: str | None, max_shard_size: str, **choices: Any
+) -> None:
     """Convert checkpoint SRC into a new checkpoint DST, every bit accounted for.
 
     SRC is a Hugging Face directory or a Megatron checkpoint (torch_dist or torch). DST appears
     whole or not at all.
     """
-    from convtools.conversion.api import Options, convert
+    from convtools.conversion.api import convert
+    from convtools.conversion.options import Options
     from convtools.stores.hf_write import parse_size
 
     chosen = int(iteration) if iteration is not None and iteration.isdecimal() else iteration

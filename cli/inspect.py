@@ -11,7 +11,9 @@ from convtools.cli.render import human
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--iteration", metavar="N|release", help="Which saved iteration of a Megatron checkpoint.")
-@click.option("--hf-config", type=click.Path(exists=True, path_type=Path), help="Folder with the model's config.json.")
+@click.option(
+    "--hf-config", type=click.Path(exists=True, path_type=Path), help="Folder with the model's config.json."
+)
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(path: Path, iteration: str | None, hf_config: Path | None, tensors: bool, as_json: bool) -> None:
@@ -26,12 +28,18 @@ def command(path: Path, iteration: str | None, hf_config: Path | None, tensors: 
     facts = [
         ("path", found.path),
         ("format", found.format + (f", iteration {found.iteration}" if found.iteration is not None else "")),
-        ("family", found.family or f"unknown ({', '.join(found.architectures) or 'no architectures in the config'})"),
+        (
+            "family",
+            found.family or f"unknown ({', '.join(found.architectures) or 'no architectures in the config'})",
+        ),
     ]
     if found.pattern:
         facts += [("pattern", found.pattern), ("layers", str(found.layers))]
     facts += [
-        ("tensors", f"{len(found.tensors)}: " + ", ".join(f"{n} {d}" for d, n in sorted(found.dtypes.items()))),
+        (
+            "tensors",
+            f"{len(found.tensors)}: " + ", ".join(f"{n} {d}" for d, n in sorted(found.dtypes.items())),
+        ),
         ("parameters", f"{found.parameters:,}"),
         ("bytes", f"{found.nbytes:,} ({human(found.nbytes)})"),
     ]

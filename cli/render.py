@@ -31,28 +31,40 @@ def print_report(report: Report) -> None:
         (did, f"{report.source} ({report.source_format}) -> {report.target} ({report.target_format})"),
         ("model", f"{report.family} {report.pattern}"),
         ("tensors", f"{report.hf_tensors} accounted for once each, {report.parameters:,} parameters"),
-        ("written", f"{human(report.nbytes)} in {report.files} files, {human(report.payload_nbytes)} of it weights"),
+        (
+            "written",
+            f"{human(report.nbytes)} in {report.files} files, {human(report.payload_nbytes)} of it weights",
+        ),
     ]
     if report.target_format != "hf":
         facts.append(("layout", f"{layout}; vocabulary padded to {report.padded_vocab} rows"))
     if report.dry_run:
-        facts.append(("memory", f"{human(report.peak_nbytes)} of buffers, whatever the size of the checkpoint"))
+        facts.append(
+            ("memory", f"{human(report.peak_nbytes)} of buffers, whatever the size of the checkpoint")
+        )
     else:
         facts.append(("time", f"{report.seconds:.1f} s"))
     for cast in report.casts:
-        facts.append(("cast", f"{cast.tensors} tensors {cast.src} -> {cast.dst}" + ("" if cast.exact else ", rounded")))
+        facts.append(
+            ("cast", f"{cast.tensors} tensors {cast.src} -> {cast.dst}" + ("" if cast.exact else ", rounded"))
+        )
     if report.duplicates:
         compared = "to be compared" if report.dry_run else "each equal byte for byte"
         facts.append(("copies", f"{report.duplicates} repeated tensors in the source, {compared}"))
     for found in report.padding:
         if found.nonzero_rows:
             facts.append(
-                ("padding", f"{found.nonzero_rows} of {found.rows} rows past the vocabulary were not zero: {found.name}")
+                (
+                    "padding",
+                    f"{found.nonzero_rows} of {found.rows} rows past the vocabulary not zero: {found.name}",
+                )
             )
     reasons: dict[str, list[str]] = {}
     for item in report.left_out:
         reasons.setdefault(item.reason, []).append(item.name)
-    facts += [("left out", f"{len(names)} ({reason}): {capped(names, 3)}") for reason, names in reasons.items()]
+    facts += [
+        ("left out", f"{len(names)} ({reason}): {capped(names, 3)}") for reason, names in reasons.items()
+    ]
     facts += [("note", note) for note in report.notes]
     for label, text in facts:
         table.add_row(f"[bold]{label}[/]", text.replace("[", r"\["))

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +68,9 @@ class _Known(NamedTuple):
     note: str | None
 
 
-def inspect(path: str | Path, *, iteration: int | str | None = None, hf_config: Path | None = None) -> Inspection:
+def inspect(
+    path: str | Path, *, iteration: int | str | None = None, hf_config: Path | None = None
+) -> Inspection:
     """Look at a checkpoint's metadata. Raises CheckpointError where that is damaged, UsageError."""
     root = Path(path)
     if not root.is_dir():
@@ -101,7 +102,9 @@ def inspect(path: str | Path, *, iteration: int | str | None = None, hf_config: 
         known, architectures = _family(side.config), tuple(side.config.get("architectures") or ())
     except ConvtoolsError as error:
         known = _Known(None, None, None, error.what)
-    return _inspection(root, where.format, known, architectures, tensors, where.iteration, _layout(args), (), count)
+    return _inspection(
+        root, where.format, known, architectures, tensors, where.iteration, _layout(args), (), count
+    )
 
 
 def _inspect_hf(root: Path) -> Inspection:
@@ -109,11 +112,15 @@ def _inspect_hf(root: Path) -> Inspection:
     tensors = tuple(Tensor(n, t.dtype, t.shape, 1) for n, t in store.tensors.items())
     tensors += tuple(Tensor(n, t.dtype, t.shape, 1) for n, t in store.sub_byte.items())
     files = (*store.side_files, *store.weight_files, *(name for name, _ in store.unread_files))
-    encodings = tuple(f"{e.kind} (seen in {e.seen_in})" for e in find_encodings(store.config, store.tensors, files))
+    encodings = tuple(
+        f"{e.kind} (seen in {e.seen_in})" for e in find_encodings(store.config, store.tensors, files)
+    )
     known = _family(store.config)
     names = store.config.get("architectures")
     architectures = tuple(map(str, names)) if isinstance(names, list) else ()
-    return _inspection(root, "hf", known, architectures, tensors, None, None, encodings, len(store.unread_files))
+    return _inspection(
+        root, "hf", known, architectures, tensors, None, None, encodings, len(store.unread_files)
+    )
 
 
 def _family(config: dict[str, Any]) -> _Known:

@@ -1,9 +1,10 @@
 """`convert`: open, plan, account, write aside, publish."""
 
+import gc
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from convtools.conversion.dtypes import wanted_dtypes
@@ -32,7 +33,9 @@ Bar = Callable[[int], AbstractContextManager[Progress]]
 """Given the bytes to come, a context that is called with the bytes that were moved."""
 
 
-def open_source(path: PathLike, *, iteration: int | str | None = None, hf_config: Path | None = None) -> Source:
+def open_source(
+    path: PathLike, *, iteration: int | str | None = None, hf_config: Path | None = None
+) -> Source:
     """Open a checkpoint of any supported format; reads metadata only.
 
     Raises CheckpointError, UnsafePickle, UnsupportedEncoding, ConfigError, AccountingError.
@@ -56,16 +59,29 @@ def convert(src: PathLike, dst: PathLike, options: Options, bar: Bar | None = No
     began = time.monotonic()
     options.check()
     with joined_world() as world:
-        source = open_source(src, iteration=options.iteration, hf_config=options.hf_config)
-        dtypes, casts = wanted_dtypes(source, options)
-        target = plan_target(source, options, dtypes)
-        resolver = Resolver(source, target)
-        totals = verify(resolver, target)
+        with _collector_at_rest():
+            source = open_source(src, iteration=options.iteration, hf_config=options.hf_config)
+            dtypes, casts = wanted_dtypes(source, options)
+            target = plan_target(source, options, dtypes)
+            totals = verify(source, target)
         padding: list[PaddingFound] = []
         if not options.dry_run:
+            resolver = Resolver(source, target)
             padding = _publish(Path(src), Path(dst), options, source, target, resolver, world, bar)
         seconds = time.monotonic() - began
         return report(source, target, options, Path(dst), totals, casts, padding, seconds)
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """A plan is a million small values without cycles: looking for some takes longer than making them."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _publish(

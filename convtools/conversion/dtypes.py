@@ -24,7 +24,9 @@ def check_dtypes(source: Source) -> None:
     """
     dtypes, kinds = source.dtypes(), precisions(source.table)
     floats = set(FLOATS.values())
-    count = Counter(d for n, d in dtypes.items() if kinds[n] not in (FP32, EITHER)) or Counter(dtypes.values())
+    count = Counter(d for n, d in dtypes.items() if kinds[n] not in (FP32, EITHER)) or Counter(
+        dtypes.values()
+    )
     usual = count.most_common(1)[0][0]
     alike: dict[str, Counter[str]] = {}
     for name, dtype in dtypes.items():
@@ -44,12 +46,12 @@ def check_dtypes(source: Source) -> None:
         raise together(
             AccountingError,
             problems,
-            fix="if the model is really stored so, pass --mixed-dtypes; every tensor then keeps its own dtype",
+            fix="if the model is really stored so, pass --mixed-dtypes; every tensor then keeps its own",
         )
 
 
 def wanted_dtypes(source: Source, options: Options) -> tuple[dict[str, str], tuple[Cast, ...]]:
-    """dtype in which each HF tensor is written, and the casts that makes. Raises AccountingError, UsageError."""
+    """(dtype in which each HF tensor is written, the casts). Raises AccountingError, UsageError."""
     if not options.mixed_dtypes:
         check_dtypes(source)
     dtypes = source.dtypes()

@@ -9,7 +9,10 @@ from convtools.stores.hf import open_hf
 
 
 def hf_source(root: Path) -> Source:
-    """Open an HF directory; reads config and headers only. Raises CheckpointError, AccountingError, ConfigError."""
+    """Open an HF directory; reads config and headers only.
+
+    Raises CheckpointError, AccountingError, ConfigError.
+    """
     store = open_hf(root)
     refuse_encodings(store.config, store.tensors, (*store.side_files, *store.weight_files))
     family = find_family(store.config)
@@ -29,7 +32,10 @@ def hf_source(root: Path) -> Source:
         table=table,
         left_out=(
             *(LeftOut(name, reason) for name, reason in store.unread_files),
-            *(LeftOut(f"{name} in {file}", "the index does not assign it there") for name, file in store.stray_tensors),
+            *(
+                LeftOut(f"{name} in {file}", "the index does not assign it there")
+                for name, file in store.stray_tensors
+            ),
         ),
         duplicates=tuple(Duplicate(copy.of, copy.name) for copy in model.copies()),
         side_root=root,

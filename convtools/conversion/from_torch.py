@@ -1,4 +1,4 @@
-"""Legacy `torch` checkpoints (`mp_rank_XX/model_optim_rng.pt`) as a source, at any TP/PP/EP and virtual PP."""
+"""Legacy `torch` checkpoints (`mp_rank_XX/model_optim_rng.pt`) as a source, at any TP/PP/EP and VPP."""
 
 import re
 from collections import defaultdict
@@ -26,10 +26,14 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
     Raises CheckpointError, AccountingError, ConfigError, UnsafePickle.
     """
     store = open_torch_legacy(where.path)
-    names = {name: t.shape for chunks in store.ranks.values() for chunk in chunks for name, t in chunk.items()}
+    names = {
+        name: t.shape for chunks in store.ranks.values() for chunk in chunks for name, t in chunk.items()
+    }
     side = hf_side(where.path, hf_config, store.args, names)
     spec = side.family.parse(side.config)
-    model = Model(side.family, side.config, spec, spelled(side.family.mcore_spelling(spec, names), side.spelling))
+    model = Model(
+        side.family, side.config, spec, spelled(side.family.mcore_spelling(spec, names), side.spelling)
+    )
     layout = _layout(store, spec.num_layers)
     table = model.table(_embedding_rows(store, spec.vocab) * layout.tp)
     table.check()
@@ -40,7 +44,7 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
     pieces: list[Piece] = []
     kept: dict[tuple[str, int], str] = {}
     duplicates: list[Duplicate] = []
-    left_out = list(store.left_out)
+    left_out = [LeftOut(*item) for item in store.left_out]
     padding: list[Padding] = []
     for rank in layout.ranks():
         stored, label = _chunk(store, rank)
@@ -113,7 +117,9 @@ def _layout(store: LegacyCheckpoint, num_layers: int) -> ParallelLayout:
     """The layout as the files show it: virtual stage v is chunk v // pp of pipeline rank v % pp."""
     etp = store.args.get("expert_tensor_parallel_size") or store.tp
     if not isinstance(etp, int) or not 0 < etp <= store.tp * store.ep:
-        raise CheckpointError("args give a strange expert_tensor_parallel_size", where=store.root, found=repr(etp)[:60])
+        raise CheckpointError(
+            "args give a strange expert_tensor_parallel_size", where=store.root, found=repr(etp)[:60]
+        )
     counts = []
     for v in range(store.pp * store.chunks):
         chunk, pp = divmod(v, store.pp)
@@ -149,7 +155,9 @@ def _layout(store: LegacyCheckpoint, num_layers: int) -> ParallelLayout:
 def _embedding_rows(store: LegacyCheckpoint, vocab: int) -> int:
     tensor = store.ranks[0, 0, 0][0].get(EMBEDDING)
     if tensor is None or len(tensor.shape) != 2:
-        raise AccountingError(f"missing: `{EMBEDDING}`", where=store.root, fix="this is no whole language model")
+        raise AccountingError(
+            f"missing: `{EMBEDDING}`", where=store.root, fix="this is no whole language model"
+        )
     if tensor.shape[0] * store.tp < vocab:
         raise AccountingError(
             f"`{EMBEDDING}` has fewer rows than the config's vocab_size",

@@ -41,7 +41,9 @@ def torch_dist_source(where: IterationDir, root: Path, hf_config: Path | None) -
     model = Model(side.family, side.config, spec, spelling)
     if EMBEDDING not in keys:
         raise AccountingError(
-            f"missing: `{EMBEDDING}`", where=where.path, fix="this is no whole language model; nothing was written"
+            f"missing: `{EMBEDDING}`",
+            where=where.path,
+            fix="this is no whole language model; nothing was written",
         )
     if keys[EMBEDDING][0] < spec.vocab:
         raise AccountingError(
@@ -114,7 +116,9 @@ def model_keys(store: DistCheckpoint) -> tuple[dict[str, tuple[int, ...]], list[
         if reason is None:
             strange.append(name)
         elif "_extra_state" in name and nbytes > _EMPTY_STATE:
-            left_out.append(LeftOut(name, f"Transformer Engine's extra state, {nbytes} bytes: FP8 scaling history"))
+            left_out.append(
+                LeftOut(name, f"Transformer Engine's extra state, {nbytes} bytes: FP8 scaling history")
+            )
         else:
             left_out.append(LeftOut(name, reason))
     if strange:
@@ -124,4 +128,3 @@ def model_keys(store: DistCheckpoint) -> tuple[dict[str, tuple[int, ...]], list[
             fix="convtools knows no reason to leave it out; nothing was written",
         )
     return keys, left_out
-

@@ -1,7 +1,6 @@
 """Where a Megatron checkpoint's config.json comes from, and how its Hugging Face side is spelled."""
 
 import json
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +43,9 @@ def hf_side(folder: Path, hf_config: Path | None, args: dict[str, Any], shapes: 
         config_bytes, config = read_config(root)
         names = tuple(n for n in side_files(root) if n != SPELLING_FILE)
         note = _note(kept / SPELLING_FILE) if hf_config is None else None
-        return HFSide(config, config_bytes, find_family(config), root, names, note, f"{root.name}/config.json")
+        return HFSide(
+            config, config_bytes, find_family(config), root, names, note, f"{root.name}/config.json"
+        )
     run_config = folder / "run_config.yaml"
     if run_config.is_file():
         model = _read_yaml(run_config).get("model")
@@ -80,7 +81,9 @@ def _note(path: Path) -> dict[str, Any] | None:
         note = json.loads(path.read_bytes())
         spelling = note["spelling"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"the note of the Hugging Face spelling is damaged: {error}", where=path) from None
+        raise CheckpointError(
+            f"the note of the Hugging Face spelling is damaged: {error}", where=path
+        ) from None
     if note.get("version") != 1 or not isinstance(spelling, dict):
         raise CheckpointError("the note of the Hugging Face spelling has an unknown version", where=path)
     return spelling
@@ -93,7 +96,9 @@ def spelled(default: Any, note: dict[str, Any] | None) -> Any:
     known = {f.name for f in fields(default)}
     odd = [k for k, v in note.items() if k not in known or not (v is None or isinstance(v, str | bool | int))]
     if odd:
-        raise CheckpointError(f"the note of the Hugging Face spelling has strange fields: {', '.join(map(str, odd))}")
+        raise CheckpointError(
+            f"the note of the Hugging Face spelling has strange fields: {', '.join(map(str, odd))}"
+        )
     return type(default)(**note)
 
 
@@ -102,11 +107,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
     if path.stat().st_size > _RUN_CONFIG_NBYTES:
         raise CheckpointError("run_config.yaml is too large to be one", where=path)
-    loader: Callable[..., Any] = type("_Inert", (yaml.SafeLoader,), {})
+
+    class Inert(yaml.SafeLoader):
+        """Knows plain values only."""
+
     # Python objects in the file (enums, dtypes, partials) become None: nothing of them is built.
-    loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)  # type: ignore[attr-defined]
+    Inert.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
     try:
-        found = yaml.load(path.read_bytes(), Loader=loader)  # noqa: S506
+        found = yaml.load(path.read_bytes(), Loader=Inert)
     except yaml.YAMLError as error:
         raise CheckpointError(f"run_config.yaml cannot be read: {error}", where=path) from None
     if not isinstance(found, dict):

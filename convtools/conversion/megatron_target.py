@@ -51,7 +51,7 @@ def padded_rows(source: Source, choices: MegatronChoices) -> int:
 
 
 def target_table(source: Source, choices: MegatronChoices) -> Table:
-    """The model's table at the target's vocabulary, checked to be a bijection. Raises UsageError, MappingError."""
+    """The model's table at the target's vocabulary, checked. Raises UsageError, MappingError."""
     padded = padded_rows(source, choices)
     same = source.table.params["embedding.word_embeddings.weight"].shape[0] == padded
     table = source.table if same else source.model.table(padded)
@@ -85,7 +85,9 @@ def param_dtypes(table: Table, dtypes: dict[str, str]) -> dict[str, str]:
     return out
 
 
-def megatron_args(source: Source, table: Table, choices: MegatronChoices, dtypes: dict[str, str]) -> dict[str, Any]:
+def megatron_args(
+    source: Source, table: Table, choices: MegatronChoices, dtypes: dict[str, str]
+) -> dict[str, Any]:
     """`args` as `--use-checkpoint-args` reads it: plain values only."""
     model, layout = source.model, choices.layout or ParallelLayout()
     kept = {k: v for k, v in source.args.items() if _plain(v)}
@@ -125,7 +127,11 @@ def kept_hf_side(source: Source, folder: str) -> list[SideFile]:
         SideFile(f"{folder}/hf/config.json", source.config_bytes),
         SideFile(f"{folder}/hf/{SPELLING_FILE}", json.dumps(note, indent=1).encode()),
     ]
-    side += [SideFile(f"{folder}/hf/{name}", source.side_root / name) for name in source.side_files if source.side_root]
+    side += [
+        SideFile(f"{folder}/hf/{name}", source.side_root / name)
+        for name in source.side_files
+        if source.side_root
+    ]
     return side
 
 

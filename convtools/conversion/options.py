@@ -52,10 +52,15 @@ class Options:
             if value is not None and not 1 <= value < 2**31:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not a positive number")
         if self.to == "hf" and any((self.tp, self.pp, self.ep, self.etp)):
-            raise UsageError("an HF checkpoint has no parallel layout", fix="leave out --tp, --pp, --ep and --etp")
-        if isinstance(self.iteration, int) and self.iteration < 1 or self.iteration not in (None, "release") and not isinstance(self.iteration, int):
             raise UsageError(
-                f"--iteration {self.iteration} is none that Megatron loads", expected="a number from 1, or `release`"
+                "an HF checkpoint has no parallel layout", fix="leave out --tp, --pp, --ep and --etp"
+            )
+        if (isinstance(self.iteration, int) and self.iteration < 1) or (
+            self.iteration not in (None, "release") and not isinstance(self.iteration, int)
+        ):
+            raise UsageError(
+                f"--iteration {self.iteration} is none that Megatron loads",
+                expected="a number from 1, or `release`",
             )
         if self.dtype is not None and self.dtype not in FLOATS:
             raise UsageError(f"--dtype {self.dtype} is not known", expected=", ".join(FLOATS))
@@ -67,7 +72,9 @@ class Options:
         """`mcore_version` as numbers. Raises UsageError."""
         parts = self.mcore_version.removeprefix("core_v").removeprefix("v").split(".")
         if len(parts) < 2 or not all(p.isdecimal() for p in parts[:2]):
-            raise UsageError(f"--mcore-version {self.mcore_version} is no version", expected="such as 0.16 or 0.19.2")
+            raise UsageError(
+                f"--mcore-version {self.mcore_version} is no version", expected="such as 0.16 or 0.19.2"
+            )
         return int(parts[0]), int(parts[1])
 
     @property

@@ -1,12 +1,13 @@
 """A conversion before any byte moves: every payload of every file resolved to moves from the source."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping as Mapping_
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from convtools.conversion.source import Source
 from convtools.errors import AccountingError
+from convtools.layout.cover import first_fault
 from convtools.layout.mapping import Mapping
 from convtools.layout.piece import Piece, block, meet
 from convtools.layout.plan import move, slabs
@@ -41,6 +42,16 @@ class Target:
     side_files: tuple[SideFile, ...] = ()
     last: tuple[SideFile, ...] = ()
     """Files that make the whole a checkpoint: written when all else is on disk."""
+
+    def shapes(self, source: Source) -> Mapping_[str, tuple[int, ...]]:
+        """Shape of every tensor that is to be written."""
+        if self.to_hf is not None:
+            return self.to_hf.a
+        return source.hf | {name: source.hf[of] for name, of in self.copies.items()}
+
+    def needs(self) -> Iterable[str]:
+        """HF tensors that it is made of."""
+        return () if self.to_hf is None else self.to_hf.b
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +89,9 @@ class Resolver:
         held = Mapping(shapes, runs, tuple(stored))
         self._hf_to_run = held if source.to_hf is None else source.to_hf.inverse().compose(held)
         self._whole = {
-            name: f"{name}#0" for name, t in source.tensors.items() if source.to_hf is None and len(t.blobs) == 1
+            name: f"{name}#0"
+            for name, t in source.tensors.items()
+            if source.to_hf is None and len(t.blobs) == 1
         }
         """HF tensors that are one run of a file: nothing to look up there."""
 
@@ -144,15 +157,31 @@ class Totals(NamedTuple):
     nbytes: int
 
 
-def verify(resolver: Resolver, target: Target, tick: Callable[[int], None] = lambda n: None) -> Totals:
-    """Resolve every payload and keep nothing: raises AccountingError where one is not made up exactly."""
-    names: set[str] = set()
-    payload = 0
+def verify(source: Source, target: Target) -> Totals:
+    """Check, by regions alone, that the target is whole; raises AccountingError.
+
+    Payloads tile their tensors; their tensors are made of HF tensors (a table that was checked to be
+    a bijection says so); and every HF tensor is in the source. Elements are counted once more when
+    each payload is resolved.
+    """
+    payloads: dict[str, list[Region]] = {}
+    nbytes = 0
     for file in target.files:
         for part in file.parts:
             if isinstance(part, Payload):
-                resolver.pieces(part.name, part.region)
-                names.add(part.name)
-                payload += part.nbytes
-        tick(1)
-    return Totals(len(target.files), len(names), payload, target.nbytes)
+                payloads.setdefault(part.name, []).append(part.region)
+                nbytes += part.nbytes
+    shapes = target.shapes(source)
+    for name, regions in payloads.items():
+        boxes = ((i, tuple(zip(r.offsets, r.ends, strict=True))) for i, r in enumerate(regions))
+        fault = first_fault(shapes[name], boxes)
+        if fault:
+            raise AccountingError(
+                f"`{name}`: element {list(fault.index)} would be written {len(fault.holders)} times",
+                expected="once",
+            )
+    unmade = [n for n in shapes if n not in payloads]
+    unmade += [n for n in target.needs() if n not in source.hf]
+    if unmade:
+        raise AccountingError(f"`{unmade[0]}` would not be written", found=f"{len(unmade)} such tensors")
+    return Totals(len(target.files), len(payloads), nbytes, target.nbytes)

@@ -15,7 +15,6 @@ from convtools.stores.base import DTYPE_NBYTES
 from convtools.stores.move import SLAB
 
 
-
 @dataclass(frozen=True, slots=True)
 class Cast:
     """One cast that was asked for."""

@@ -1,4 +1,4 @@
-"""Run a plan: check what must be equal, move every byte, write the small files. Publishing is the caller's."""
+"""Run a plan: check what must be equal, move every byte, write small files. Publishing is the caller's."""
 
 import os
 import shutil
@@ -140,7 +140,9 @@ class Runner:
         for blob in tensor.blobs:
             part = blob.region.intersect(rows.region)
             for slab in slabs(part, SLAB // size) if part else ():
-                at = Region(tuple(o - b for o, b in zip(slab.offsets, blob.region.offsets, strict=True)), slab.sizes)
+                at = Region(
+                    tuple(o - b for o, b in zip(slab.offsets, blob.region.offsets, strict=True)), slab.sizes
+                )
                 gather = Gather(blob.path, blob.offset, move(block("", "", at), at.sizes, blob.region.sizes))
                 data = mover.gather(Unit(0, slab.numel, tensor.dtype, tensor.dtype, (gather,)))
                 lines = np.frombuffer(data, "u1").reshape(slab.sizes[0], -1)

@@ -26,7 +26,7 @@ from convtools.stores.torch_legacy import FILE, rank_folder
 
 
 def torch_target(source: Source, dtypes: dict[str, str], choices: MegatronChoices) -> Target:
-    """Plan every rank's `model_optim_rng.pt`. Raises ParallelError where the layout does not divide the model."""
+    """Plan every rank's `model_optim_rng.pt`. Raises ParallelError where the layout does not divide."""
     layout = choices.layout or ParallelLayout()
     _check_names(layout)
     table = target_table(source, choices)
@@ -48,14 +48,15 @@ def torch_target(source: Source, dtypes: dict[str, str], choices: MegatronChoice
             model[name] = Payload(key, Region.whole(held.shape), dtype_of[held.param.name])
             pieces += [p.renamed(key, p.b) for p in held.pieces]
             fill = fills.get(held.param.name)
-            if fill:
-                local_fills |= {key: r for r in [_local(fill, held.shard, held.shape)] if r}
-            state = held.extra_state_name(style)
-            if state is not None:
-                model[state] = empty_tensor()
+            here = _local(fill, held.shard, held.shape) if fill else None
+            if here:
+                local_fills[key] = here
+            model |= {state: empty_tensor() for state in held.extra_state_names(style)}
         value = common_state(args | {"rank": 0}, _number(choices)) | {"model": model}
         value["num_floating_point_operations_so_far"] = 0
-        files.append(FilePlan(f"{choices.folder}/{folder}/{FILE}", torch_file(value, FILE.removesuffix(".pt"))))
+        files.append(
+            FilePlan(f"{choices.folder}/{folder}/{FILE}", torch_file(value, FILE.removesuffix(".pt")))
+        )
     to_params = Mapping(shapes, table.mapping.a, tuple(pieces))
     return Target(
         "torch",

@@ -55,9 +55,13 @@ def torch_dist_target(
 
 
 def _files(
-    table: Table, forms: dict[str, Form], dtypes: dict[str, str], choices: MegatronChoices, max_shard_size: int
+    table: Table,
+    forms: dict[str, Form],
+    dtypes: dict[str, str],
+    choices: MegatronChoices,
+    max_shard_size: int,
 ) -> list[DistFile]:
-    """Deal chunks and extra states to files: one a rank, or, without a layout, as many as the sizes ask for."""
+    """Deal chunks and extra states to files: one a rank, or, without a layout, as sizes ask for."""
     layout = choices.layout
     place = Placement(table.params.values(), layout, tied=False) if layout else None
     ranks = layout.pp * layout.stage_size if layout else 1

@@ -58,7 +58,8 @@ class World:
         """Raise StorageError if another rank has died or failed."""
         if self._fault is not None:
             raise StorageError(
-                f"another rank stopped: {self._fault}", fix="look at that rank's output; nothing was published"
+                f"another rank stopped: {self._fault}",
+                fix="look at that rank's output; nothing was published",
             )
 
     def _wait(self, key: str) -> bytes:
@@ -126,7 +127,7 @@ def joined_world() -> Iterator[World]:
     from datetime import timedelta
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=_JOIN))
-    store = dist.PrefixStore("convtools", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("convtools", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     world = World(rank, size, store)
     beat = threading.Thread(target=world._beat, daemon=True)
     beat.start()

@@ -27,7 +27,9 @@ class Fields:
         if values:
             return values[0]
         if default is MISSING:
-            self.problems.append(f"`{names[0]}` is missing" + (f" (also as {capped(names[1:])})" if names[1:] else ""))
+            self.problems.append(
+                f"`{names[0]}` is missing" + (f" (also as {capped(names[1:])})" if names[1:] else "")
+            )
         return None if default is MISSING else default
 
     def size(self, *names: str, default: Any = MISSING, least: int = 1) -> int:
@@ -56,7 +58,8 @@ class Fields:
         """Raise ConfigError with all that was noted."""
         if self.problems:
             raise ConfigError(
-                f"{self.where} does not describe a model that can be converted: " + "; ".join(self.problems[:20]),
+                f"{self.where} does not describe a model that can be converted: "
+                + "; ".join(self.problems[:20]),
                 where=self.where,
                 fix="correct the config; a published checkpoint's own config.json has these fields",
             )

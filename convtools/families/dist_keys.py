@@ -57,7 +57,9 @@ def _form(param: Param, key: str, *, singleton: bool = False, layers: int = 0) -
         return Form({key: view.shape}, (same(view[tuple(index)] if index else view, whole),))
     shapes, pieces, at, dim = {}, [], 0, param.cut.dim
     for part in param.cut.parts:
-        view = View(f"{key}.{part.name}", *lead, *(part.size if d == dim else n for d, n in enumerate(param.shape)))
+        view = View(
+            f"{key}.{part.name}", *lead, *(part.size if d == dim else n for d, n in enumerate(param.shape))
+        )
         shapes[view.name] = view.shape
         take = tuple(slice(at, at + part.size) if d == dim else slice(None) for d in range(dim + 1))
         pieces.append(same(view[tuple(index)] if index else view, whole[take]))
@@ -72,4 +74,5 @@ def extra_state(param: Param) -> str | None:
     if param.expert is None:
         return f"{param.module}._extra_state/shard_0_1"
     e = param.expert
-    return f"{param.module.replace(f'.experts.{e.index}.', '.experts.', 1)}._extra_state/shard_{e.index}_{e.count}"
+    stack = param.module.replace(f".experts.{e.index}.", ".experts.", 1)
+    return f"{stack}._extra_state/shard_{e.index}_{e.count}"

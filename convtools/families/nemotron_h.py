@@ -95,7 +95,9 @@ def parse(config: Config) -> Spec:
     depth = f.size("num_nextn_predict_layers", default=0, least=0)
     mtp_pattern = _pattern(f, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if depth else ""
     if pattern and f.size("num_hidden_layers", default=len(pattern)) != len(pattern):
-        f.refuse(f"`num_hidden_layers` is {config['num_hidden_layers']}, but the pattern has {len(pattern)} layers")
+        f.refuse(
+            f"`num_hidden_layers` is {config['num_hidden_layers']}, but the pattern has {len(pattern)} layers"
+        )
     kinds = set(pattern + mtp_pattern)
 
     def size(kind: str, *names: str, **options: int) -> int:
@@ -154,7 +156,9 @@ def _pattern(f: Fields, text: str, *lists: str) -> str:
             letters = []
         strange = sorted({x for x in letters if x not in LETTER.values()})
         if strange or not letters:
-            f.refuse(f"`{name}` holds {capped(strange) or value!r}, expected {text} of M * E - or {sorted(LETTER)}")
+            f.refuse(
+                f"`{name}` holds {capped(strange) or value!r}, expected {text} of M * E - or {sorted(LETTER)}"
+            )
         found[name] = "".join(letters)
     if len(set(found.values())) > 1:
         f.refuse("contradiction: " + ", ".join(f"{name} says {p}" for name, p in found.items()))
@@ -180,7 +184,9 @@ def spelling(spec: Spec, hf_names: Iterable[str]) -> Spelling:
         prefix,
         "embedding.weight" if singular else "embeddings.weight",
         any(n.endswith(".mixer.experts.up_proj") for n in names),
-        _physical(spec, (n.split(".")[2] for n in names if n.startswith("mtp.layers.")), len(spec.mtp_pattern)),
+        _physical(
+            spec, (n.split(".")[2] for n in names if n.startswith("mtp.layers.")), len(spec.mtp_pattern)
+        ),
         spec.tied and "lm_head.weight" in names,
     )
 
@@ -224,7 +230,9 @@ def copies(spec: Spec, spelling: Spelling) -> tuple[Copy, ...]:
     """Hugging Face tensors that repeat another."""
     if not spelling.head:
         return ()
-    return (Copy("lm_head.weight", spelling.prefix + spelling.embedding, "the head is tied to the embedding"),)
+    return (
+        Copy("lm_head.weight", spelling.prefix + spelling.embedding, "the head is tied to the embedding"),
+    )
 
 
 def _placed(block: tuple[Row, Block], mcore: str, hf: str, stage: int | str) -> Iterator[Row]:
@@ -242,7 +250,10 @@ def _layer(spec: Spec, spelling: Spelling, kind: str) -> tuple[Row, Block]:
             conv_kernel=spec.conv_kernel, hidden=h, conv_bias=spec.conv_bias,
         )  # fmt: skip
     if kind == "*":
-        return norm("self_attention.linear_qkv.layer_norm_weight", "norm.weight", h, "input_layernorm.weight"), attention(
+        pre_norm = norm(
+            "self_attention.linear_qkv.layer_norm_weight", "norm.weight", h, "input_layernorm.weight"
+        )
+        return pre_norm, attention(
             heads=spec.heads, groups=spec.groups, head_dim=spec.head_dim, hidden=h, bias=spec.attention_bias
         )  # fmt: skip
     if kind == "-":

@@ -98,13 +98,17 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
     config |= {hf: value for hf, mcore in _SAME if (value := _first(args, mcore)) is not None}
     depth = args.get("mtp_num_layers") or len(mtp)
     tied = args.get("untie_embeddings_and_output_weights")
-    conv = next((s for n, s in sorted(shapes.items()) if n.endswith((".conv1d.weight.x", ".conv1d.weight"))), None)
+    conv = next(
+        (s for n, s in sorted(shapes.items()) if n.endswith((".conv1d.weight.x", ".conv1d.weight"))), None
+    )
     conv = conv or next((s for n, s in sorted(shapes.items()) if n.endswith(".conv1d_weight")), None)
     config |= {
         "vocab_size": args.get("vocab_size"),
         "num_hidden_layers": len(pattern),
         "hybrid_override_pattern": pattern or None,
-        "tie_word_embeddings": bool(args.get("share_embeddings_and_output_weights")) if tied is None else not tied,
+        "tie_word_embeddings": bool(args.get("share_embeddings_and_output_weights"))
+        if tied is None
+        else not tied,
         "attention_bias": bool(args.get("add_qkv_bias")),
         "num_nextn_predict_layers": depth,
         "n_shared_experts": 1 if config.get("moe_shared_expert_intermediate_size") else 0,
@@ -114,7 +118,13 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
         config |= {"mtp_hybrid_override_pattern": mtp_pattern or None}
         if depth > 1:
             config["mtp_use_repeated_layer"] = bool(args.get("mtp_use_repeated_layer"))
-    needed = ["vocab_size", "hidden_size", "hybrid_override_pattern", "layer_norm_epsilon", "max_position_embeddings"]
+    needed = [
+        "vocab_size",
+        "hidden_size",
+        "hybrid_override_pattern",
+        "layer_norm_epsilon",
+        "max_position_embeddings",
+    ]
     if "M" in pattern:
         config["conv_kernel"] = conv[-1] if conv else None
         needed += ["conv_kernel", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"]
@@ -123,7 +133,12 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
     if "-" in pattern:
         needed += ["intermediate_size"]
     if "E" in pattern:
-        needed += ["n_routed_experts", "moe_intermediate_size", "num_experts_per_tok", "routed_scaling_factor"]
+        needed += [
+            "n_routed_experts",
+            "moe_intermediate_size",
+            "num_experts_per_tok",
+            "routed_scaling_factor",
+        ]
     if depth:
         needed += ["mtp_hybrid_override_pattern"]
     return config, [name for name in needed if config.get(name) is None]

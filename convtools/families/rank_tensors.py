@@ -1,4 +1,4 @@
-"""What a rank holds in memory, and so in a legacy checkpoint: which part of which parameter, under which name."""
+"""What a rank holds in memory, and so in a legacy checkpoint: which part of what, under which name."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -53,7 +53,9 @@ class Held:
             linear, _, kind = tail.rpartition(".")
             if not style.grouped_experts:
                 return f"{head}.experts.local_experts.{self.local_expert}.{tail}"
-            return f"{head}.experts.{linear}.{kind}" + ("" if kind == "_extra_state" else str(self.local_expert))
+            return f"{head}.experts.{linear}.{kind}" + (
+                "" if kind == "_extra_state" else str(self.local_expert)
+            )
         return name.replace(".conv1d.", ".conv1d_") if style.mcore >= (0, 19) else name
 
     def names(self) -> dict[str, None]:
@@ -61,10 +63,12 @@ class Held:
         bases = (self.called, *self.param.aliases) if self.called == self.param.name else (self.called,)
         return {self.name(style, base): None for base in bases for style in STYLES}
 
-    def extra_state_name(self, style: MemoryStyle) -> str | None:
-        """Name of the empty `_extra_state` that Transformer Engine saves beside it."""
-        copy = self.called != self.param.name
-        return None if self.param.module is None or copy else self.name(style, f"{self.param.module}._extra_state")
+    def extra_state_names(self, style: MemoryStyle) -> list[str]:
+        """Names of the empty `_extra_state`s that Transformer Engine saves beside it."""
+        p = self.param
+        if self.called != p.name:
+            return []  # a copy of the embedding has no module of its own
+        return [self.name(style, f"{module}._extra_state") for module in (p.memory_state, p.module) if module]
 
 
 class Placement:
@@ -77,7 +81,9 @@ class Placement:
         self.layout = layout
         self._dense: dict[int, list[tuple[Param, str]]] = defaultdict(list)
         self._experts: dict[tuple[int, int], list[Param]] = defaultdict(list)
-        self._stage_of = {layer: (s, i) for s, layers in enumerate(layout.stages) for i, layer in enumerate(layers)}
+        self._stage_of = {
+            layer: (s, i) for s, layers in enumerate(layout.stages) for i, layer in enumerate(layers)
+        }
         last = layout.pp - 1
         params = list(params)
         check_layout(params, layout)

@@ -64,7 +64,7 @@ def find_family(config: Config) -> Family:
     names = config.get("architectures") or [_MODEL_TYPE.get(str(config.get("model_type")), "")]
     for name in names if isinstance(names, list) else []:
         if name in _MODULE:
-            return import_module(f"convtools.families.{_MODULE[name]}")  # type: ignore[return-value]
+            return import_module(f"convtools.families.{_MODULE[name]}")
     raise ConfigError(
         "no family in convtools knows this architecture",
         where="config.json, `architectures`",
@@ -81,4 +81,4 @@ def families() -> list[str]:
 
 def load_family(name: str) -> Family:
     """A family by its name."""
-    return import_module(f"convtools.families.{name}")  # type: ignore[return-value]
+    return import_module(f"convtools.families.{name}")

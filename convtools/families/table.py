@@ -23,7 +23,8 @@ MODEL, EITHER, FP32 = "model", "either", "fp32"
 """Stored in the model's dtype; in that or in fp32; always in fp32."""
 
 
-class Expert(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Expert:
     """Which routed expert a parameter belongs to."""
 
     index: int
@@ -46,6 +47,8 @@ class Param:
     """A decoder layer's index, or FIRST or LAST."""
     module: str | None = None
     """The Transformer Engine module that saves an (empty) `_extra_state` beside this tensor."""
+    memory_state: str | None = None
+    """A further module that saves an empty `_extra_state` in memory, but not in `torch_dist`."""
     aliases: tuple[str, ...] = ()
     """Names that other layer specs give the same tensor."""
     precision: str = MODEL
@@ -108,6 +111,7 @@ def placed(block: Iterable[Row], mcore: str, hf: str, stage: int | str) -> Itera
             name=mcore + p.name,
             stage=stage,
             module=None if p.module is None else mcore + p.module,
+            memory_state=None if p.memory_state is None else mcore + p.memory_state,
             aliases=tuple(mcore + alias for alias in p.aliases),
         )
         yield Row(param, tuple((a.renamed(mcore + a.name), b.renamed(hf + b.name)) for a, b in row.equal))
@@ -153,7 +157,7 @@ class Table:
         return Table(params, hf, Mapping(shapes, hf, tuple(pieces)))
 
     def check(self) -> None:
-        """Raise MappingError unless each element of both sides, vocabulary padding aside, is held exactly once."""
+        """Raise MappingError unless each element but padding is held exactly once, on both sides."""
         rows, pieces = dict(self.mapping.b), list(self.mapping.pieces)
         for p in self.params.values():
             if p.vocab is not None and p.vocab < p.shape[0]:

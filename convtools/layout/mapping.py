@@ -4,6 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
 
 from convtools.errors import MappingError
@@ -55,7 +56,7 @@ class Mapping:
             spans = sorted(((p.span(0), i) for i, p in enumerate(pieces)), key=itemgetter(0))
             ends = [end for (_, end), _ in spans]
             # Only where spans end in the order in which they begin can the ends be searched.
-            usable = all(x <= y for x, y in zip(ends, ends[1:], strict=False))
+            usable = all(x <= y for x, y in pairwise(ends))
             in_order = [pieces[i] for _, i in spans]  # a list of its own: `of` may be being read
             self._spans[name] = ([first for (first, _), _ in spans], ends if usable else [], in_order)
         firsts, ends, in_order = self._spans[name]

@@ -7,6 +7,7 @@ for `r` in a pipeline stage of `lcm(tp_size, etp_size * ep_size)` ranks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -68,8 +69,11 @@ class Cut:
                     fix=f"choose a {axis} that divides {count} or is a multiple of it",
                 )
 
-    def shard(self, shape: tuple[int, ...], tp: int, rank: int) -> Iterator[tuple[Region, Region]]:
-        """(shape of the whole, tp, rank) -> (region of the whole, region of the rank's tensor), a part each."""
+    def shard(self, shape: tuple[int, ...], tp: int, rank: int) -> tuple[tuple[Region, Region], ...]:
+        """(shape of the whole, tp, rank) -> (region of the whole, region of the rank), part by part."""
+        return _shard(self, shape, tp, rank)
+
+    def _shard(self, shape: tuple[int, ...], tp: int, rank: int) -> Iterator[tuple[Region, Region]]:
         whole = local = 0
         for part in self.parts:
             n = part.size // tp
@@ -83,6 +87,11 @@ class Cut:
     def shard_shape(self, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
         """Shape of one rank's tensor."""
         return tuple(s // tp if d == self.dim else s for d, s in enumerate(shape))
+
+
+@lru_cache(maxsize=4096)
+def _shard(cut: Cut, shape: tuple[int, ...], tp: int, rank: int) -> tuple[tuple[Region, Region], ...]:
+    return tuple(cut._shard(shape, tp, rank))  # layers and experts ask for the same few over and over
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,8 @@ def even_stages(num_layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
     """
     if num_layers % pp:
         raise ParallelError(
-            f"pp={pp} does not divide the number of layers={num_layers}", fix=f"choose a pp that divides {num_layers}"
+            f"pp={pp} does not divide the number of layers={num_layers}",
+            fix=f"choose a pp that divides {num_layers}",
         )
     n = num_layers // pp
     return tuple(tuple(range(s * n, s * n + n)) for s in range(pp))

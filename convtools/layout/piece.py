@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     def span(self, dim: int) -> tuple[int, int]:
         """The smallest `[first, end)` along `dim` of `a` that holds the piece."""
         first = self.a_origin[dim]
-        return first, first + 1 + sum((l.n - 1) * l.a_step for l in self.loops if l.a_dim == dim)
+        return first, first + 1 + sum((x.n - 1) * x.a_step for x in self.loops if x.a_dim == dim)
 
     def extent(self) -> Region:
         """The smallest region of `a` that holds the piece."""
@@ -64,8 +64,8 @@ class Piece(NamedTuple):
 def block(a: str, b: str, region: Region) -> Piece:
     """(a, b, region) -> the piece that says: the whole of `a` is `region` of `b`.
 
-    >>> block("part", "whole", Region((2,), (3,)))
-    Piece(a='part', b='whole', a_origin=(0,), b_origin=(2,), loops=(Loop(n=3, a_dim=0, a_step=1, b_dim=0, b_step=1),))
+    >>> block("part", "whole", Region((2,), (3,))).b_origin
+    (2,)
     """
     loops = tuple(Loop(n, d, 1, d, 1) for d, n in enumerate(region.sizes) if n != 1)
     return Piece(a, b, (0,) * len(region.sizes), region.offsets, loops)
@@ -80,7 +80,12 @@ def merged(loops: list[Loop]) -> tuple[Loop, ...]:
         if out:
             n, ad, as_, bd, bs = out[-1]
             inner = loop.n
-            if ad == loop.a_dim and bd == loop.b_dim and as_ == inner * loop.a_step and bs == inner * loop.b_step:
+            if (
+                ad == loop.a_dim
+                and bd == loop.b_dim
+                and as_ == inner * loop.a_step
+                and bs == inner * loop.b_step
+            ):
                 out[-1] = Loop(n * inner, ad, loop.a_step, bd, loop.b_step)
                 continue
         out.append(loop)
@@ -104,8 +109,8 @@ def meet(p: Piece, q: Piece) -> Iterator[Piece]:
         return
     solutions = []
     for dim in range(len(p.b_origin)):
-        ps = [_Axis(l.n, l.b_step, i) for i, l in enumerate(p.loops) if l.b_dim == dim]
-        qs = [_Axis(l.n, l.a_step, i) for i, l in enumerate(q.loops) if l.a_dim == dim]
+        ps = [_Axis(x.n, x.b_step, i) for i, x in enumerate(p.loops) if x.b_dim == dim]
+        qs = [_Axis(x.n, x.a_step, i) for i, x in enumerate(q.loops) if x.a_dim == dim]
         found = _meet_dim(p.b_origin[dim], ps, q.a_origin[dim], qs)
         if not found:
             return
@@ -150,7 +155,10 @@ def _meet_dim(p0: int, ps: list[_Axis], q0: int, qs: list[_Axis]) -> list[_Joint
     ps = sorted(ps, key=lambda x: -x.step)
     qs = sorted(qs, key=lambda x: -x.step)
     if _outer(qs) < _outer(ps):
-        return [_Joint(q, p, [(n, c, d, a, b) for n, a, b, c, d in loops]) for p, q, loops in _walk(q0, qs, p0, ps)]
+        return [
+            _Joint(q, p, [(n, c, d, a, b) for n, a, b, c, d in loops])
+            for p, q, loops in _walk(q0, qs, p0, ps)
+        ]
     return _walk(p0, ps, q0, qs)
 
 
@@ -189,7 +197,9 @@ def _walk(p0: int, ps: list[_Axis], q0: int, qs: list[_Axis]) -> list[_Joint]:
             loops = []
             if run:
                 loops = [
-                    (n, run.loop, axis.step, axis.loop, 1) for axis, (_, n) in zip(qs, box, strict=True) if n > 1
+                    (n, run.loop, axis.step, axis.loop, 1)
+                    for axis, (_, n) in zip(qs, box, strict=True)
+                    if n > 1
                 ]
             out.append(_Joint(p_start, q_start, loops))
     return out

@@ -60,9 +60,11 @@ def steps(shape: tuple[int, ...]) -> list[int]:
 
 
 def move(piece: Piece, dst_shape: tuple[int, ...], src_shape: tuple[int, ...]) -> Move:
-    """(piece dst ~ src, both shapes) -> the move, ordered so that the destination is written front to back."""
+    """(piece dst ~ src, both shapes) -> the move, in the order in which the destination lies."""
     to, of = steps(dst_shape), steps(src_shape)
-    strides = [Stride(n, a_step * to[a_dim], b_step * of[b_dim]) for n, a_dim, a_step, b_dim, b_step in piece.loops]
+    strides = [
+        Stride(n, a_step * to[a_dim], b_step * of[b_dim]) for n, a_dim, a_step, b_dim, b_step in piece.loops
+    ]
     strides.sort(key=lambda s: -s.dst)
     out: list[Stride] = []
     for s in strides:

@@ -52,7 +52,9 @@ class View:
     def _with(self, axes: list[Axis], origin: list[int]) -> "View":
         view = object.__new__(View)
         for field, value in zip(
-            ("name", "shape", "axes", "origin"), (self.name, self.shape, tuple(axes), tuple(origin)), strict=True
+            ("name", "shape", "axes", "origin"),
+            (self.name, self.shape, tuple(axes), tuple(origin)),
+            strict=True,
         ):
             object.__setattr__(view, field, value)
         return view

@@ -68,7 +68,9 @@ def open_torch_legacy(root: Path) -> LegacyCheckpoint:
     sizes = [_size(args, f"{axis}_model_parallel_size", root) for axis in ("tensor", "pipeline", "expert")]
     tp, pp, ep = (n or 1 for n in sizes)
     if len({m.lastindex for m in found.values()}) > 1:
-        raise CheckpointError("rank folders of different layouts lie side by side", where=root, found=capped(found))
+        raise CheckpointError(
+            "rank folders of different layouts lie side by side", where=root, found=capped(found)
+        )
     ranks: dict[Rank, tuple[dict[str, StoredTensor], ...]] = {}
     left_out: list[tuple[str, str]] = []
     for t in range(tp):
@@ -88,16 +90,24 @@ def open_torch_legacy(root: Path) -> LegacyCheckpoint:
         missing = set(range(size)) - {rank[index] for rank in ranks}
         if missing:
             raise CheckpointError(
-                f"rank files are missing: none has {axis} {min(missing)}", where=root, expected=f"{axis}={size}, as args say"
+                f"rank files are missing: none has {axis} {min(missing)}",
+                where=root,
+                expected=f"{axis}={size}, as args say",
             )
     chunks = {len(c) for c in ranks.values()}
     if len(chunks) > 1:
-        raise CheckpointError("ranks differ in the number of model chunks", where=root, found=capped(sorted(chunks)))
+        raise CheckpointError(
+            "ranks differ in the number of model chunks", where=root, found=capped(sorted(chunks))
+        )
     return LegacyCheckpoint(root, tp, pp, ep, chunks.pop(), ranks, args, tuple(left_out))
 
 
 def _args(value: Any, where: Path) -> dict[str, Any]:
-    args = plain(value.get("args"), str(where)) if isinstance(value, dict) and value.get("args") is not None else None
+    args = (
+        plain(value.get("args"), str(where))
+        if isinstance(value, dict) and value.get("args") is not None
+        else None
+    )
     if not isinstance(args, dict):
         raise CheckpointError("the file holds no `args`: its layout is unknown", where=where)
     return args
@@ -105,7 +115,9 @@ def _args(value: Any, where: Path) -> dict[str, Any]:
 
 def _size(args: dict[str, Any], name: str, where: Path) -> int | None:
     value = args.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 20):
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 20
+    ):
         raise CheckpointError(f"args give a strange {name}", where=where, found=repr(value)[:60])
     return value
 
@@ -123,8 +135,14 @@ def _chunks(
         elif key in _STATE:
             left_out.append((f"{folder}/{key}", _STATE[key]))
         elif isinstance(part, TensorRef):
-            raise CheckpointError(f"tensor `{key}` is outside of the model", where=path, fix="convtools does not know it")
-    if not numbered or sorted(numbered) != list(range(len(numbered))) or ("model" in value and "model0" in value):
+            raise CheckpointError(
+                f"tensor `{key}` is outside of the model", where=path, fix="convtools does not know it"
+            )
+    if (
+        not numbered
+        or sorted(numbered) != list(range(len(numbered)))
+        or ("model" in value and "model0" in value)
+    ):
         raise CheckpointError(
             "the file does not hold a model", where=path, expected="`model`, or `model0`, `model1`, ...",
             found=capped(map(str, value)),
@@ -144,5 +162,7 @@ def _tensors(part: Any, path: Path) -> dict[str, StoredTensor]:
         if not isinstance(name, str) or not isinstance(value, TensorRef):
             raise CheckpointError(f"`{name}` is no plain tensor", where=path, found=repr(value)[:80])
         ref = value.check(name)
-        out[name] = StoredTensor(name, ref.dtype, ref.shape, (Blob(path, ref.offset, Region.whole(ref.shape)),))
+        out[name] = StoredTensor(
+            name, ref.dtype, ref.shape, (Blob(path, ref.offset, Region.whole(ref.shape)),)
+        )
     return out

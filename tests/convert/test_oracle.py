@@ -1,4 +1,4 @@
-"""Against what real Megatron wrote and real Megatron-Bridge converted: both ways, every layout, bit for bit."""
+"""Against what real Megatron wrote and real Megatron-Bridge converted: both ways, every layout, every bit."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_writing_torch_dist_gives_megatrons_keys_and_chunks(layout: Layout, tmp_
 
 @pytest.mark.parametrize("layout", WITH_HF, ids=str)
 def test_the_true_vocabulary_comes_out_of_megatrons_args(layout: Layout, tmp_path: Path) -> None:
-    """Without an HF config, config.json is derived: 250 rows, and the six random rows past them are reported."""
+    """Without an HF config, config.json is derived: 250 rows; the six random ones past them are reported."""
     assert layout.hf
     report = convtools.convert(layout.root / "torch_dist", tmp_path / "hf", convtools.Options(to="hf"))
     config = json.loads((tmp_path / "hf/config.json").read_text())
@@ -96,13 +96,23 @@ def test_the_true_vocabulary_comes_out_of_megatrons_args(layout: Layout, tmp_pat
 @pytest.mark.parametrize("layout", [x for x in ALL if (x.root / "torch_legacy").is_dir()], ids=str)
 def test_megatron_to_megatron(layout: Layout, tmp_path: Path) -> None:
     """torch_dist -> legacy at the same layout is the state dict, and legacy -> torch_dist -> legacy too."""
-    convtools.convert(layout.root / "torch_dist", tmp_path / "a", convtools.Options(**options(layout, to="torch")))  # type: ignore[arg-type]
-    convtools.convert(layout.root / "torch_legacy", tmp_path / "b", convtools.Options(to="torch_dist", padded_vocab_size=layout.padded))
+    convtools.convert(
+        layout.root / "torch_dist", tmp_path / "a", convtools.Options(**options(layout, to="torch"))
+    )  # type: ignore[arg-type]
+    convtools.convert(
+        layout.root / "torch_legacy",
+        tmp_path / "b",
+        convtools.Options(to="torch_dist", padded_vocab_size=layout.padded),
+    )
     convtools.convert(tmp_path / "b", tmp_path / "c", convtools.Options(**options(layout, to="torch")))  # type: ignore[arg-type]
     for dump in sorted((layout.root / "state_dict").glob("*.safetensors")):
         tp, pp, ep = (int(part[2:]) for part in dump.stem.split("_"))
         folder = rank_folder(tp, pp, ep, pp_size=layout.sizes["pp"], ep_size=layout.sizes["ep"])
-        want = {n: v for n, v in read_safetensors(dump).items() if not n.startswith(("embedding.", "output_layer."))}
+        want = {
+            n: v
+            for n, v in read_safetensors(dump).items()
+            if not n.startswith(("embedding.", "output_layer."))
+        }
         for root in ("a", "c"):
             _, tensors, _ = read_rank(tmp_path / root / "iter_0000001" / folder / "model_optim_rng.pt")
             got = {n: v for n, v in tensors.items() if n in want}

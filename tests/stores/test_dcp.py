@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from hypothesis import given, strategies as st
+from torch.distributed._shard.sharded_tensor import metadata as sharded_tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -164,6 +165,13 @@ def test_the_subclass_of_core_015_is_read(tmp_path: Path) -> None:
     data = pickle.dumps(torch_metadata(mcore_data={"w": {"nd_reformulated_orig_global_shape": (4, 3)}}), 2)
     found = claimed(tmp_path, data.replace(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", theirs))
     assert theirs in (tmp_path / ".metadata").read_bytes() and found.tensors == EXPECTED
+
+
+def test_properties_of_the_class_before_torch_23_are_read(tmp_path: Path) -> None:
+    value = torch_metadata()
+    value.state_dict_metadata["w"].properties = sharded_tensor.TensorProperties(torch.bfloat16)
+    data = pickle.dumps(value)
+    assert b"sharded_tensor" in data and claimed(tmp_path, data).tensors == EXPECTED
 
 
 def test_a_storage_entry_with_every_field_is_read(tmp_path: Path) -> None:

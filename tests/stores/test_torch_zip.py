@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import random as pyrandom
 import time
 import zipfile
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,6 +189,24 @@ def test_a_tensor_of_a_subclass_is_not_taken_for_its_numbers(tmp_path: Path) -> 
     torch.save(torch.ones(2).as_subclass(Scaled), tmp_path / "w.pt")
     found = read_archive(tmp_path / "w.pt").value
     assert isinstance(found, Inert) and type(found).path == "torch._tensor._rebuild_from_type_v2"
+
+
+def test_the_state_of_random_generators_is_no_obstacle(tmp_path: Path) -> None:
+    """Megatron saves those of Python and numpy beside torch's own."""
+    path = tmp_path / "model_optim_rng.pt"
+    states = {
+        "random_rng_state": pyrandom.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()},
+    }
+    torch.save({"model": {"w": torch.ones(2)}, "rng_state": [states]}, path)
+    found = read_archive(path).value
+    assert stored(found["model"]["w"]) == raw_of(torch.ones(2))
+    (state,) = found["rng_state"]
+    assert state["random_rng_state"] == pyrandom.getstate()
+    assert isinstance(state["np_rng_state"][1], Inert)
+    assert stored(state["torch_rng_state"]) == raw_of(states["torch_rng_state"])
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["new", "before 1.6"])

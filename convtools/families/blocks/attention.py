@@ -18,10 +18,10 @@ def attention(*, heads: int, groups: int, head_dim: int, hidden: int, bias: bool
         nests=(("num_key_value_heads", groups),),
     )
 
-    def fused(name: str, *width: int) -> Row:
+    def fused(name: str, *width: int, core: str | None = None) -> Row:
         qkv = View(f"self_attention.linear_qkv.{name}", (groups, r + 2, head_dim), *width)
         return Row(
-            Param(qkv.name, qkv.shape, cut, module="self_attention.linear_qkv"),
+            Param(qkv.name, qkv.shape, cut, module="self_attention.linear_qkv", memory_state=core),
             (
                 (qkv[:, :r], View(f"q_proj.{name}", (groups, r, head_dim), *width)),
                 (qkv[:, r], View(f"k_proj.{name}", (groups, head_dim), *width)),
@@ -31,7 +31,7 @@ def attention(*, heads: int, groups: int, head_dim: int, hidden: int, bias: bool
 
     proj = "self_attention.linear_proj"
     heads_out = columns(("num_attention_heads", heads), ("head_dim", head_dim))
-    block = [fused("weight", hidden)]
+    block = [fused("weight", hidden, core="self_attention.core_attention")]
     block += [copied(f"{proj}.weight", "o_proj.weight", (hidden, heads * head_dim), heads_out, te=True)]
     if bias:
         block += [fused("bias"), copied(f"{proj}.bias", "o_proj.bias", (hidden,))]

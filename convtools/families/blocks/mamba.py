@@ -5,7 +5,14 @@ from convtools.layout.parallel import Cut, Part
 
 
 def mamba(
-    *, heads: int, head_dim: int, groups: int, state: int, conv_kernel: int, hidden: int, conv_bias: bool = True
+    *,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state: int,
+    conv_kernel: int,
+    hidden: int,
+    conv_bias: bool = True,
 ) -> Block:
     """`in_proj` stacks z, x, B, C, dt; `conv1d` stacks x, B, C. Both sides stack them alike.
 
@@ -19,8 +26,9 @@ def mamba(
     B, C = Part("B", states), Part("C", states)
     in_proj, conv, heads_cut = Cut(0, (z, x, B, C, dt)), Cut(0, (x, B, C)), rows(by_head)
     conv_dim = x.size + B.size + C.size
+    rows_in = z.size + conv_dim + dt.size
     block = [
-        copied("mixer.in_proj.weight", "in_proj.weight", (z.size + conv_dim + dt.size, hidden), in_proj, split=True, te=True),
+        copied("mixer.in_proj.weight", "in_proj.weight", (rows_in, hidden), in_proj, split=True, te=True),
         copied("mixer.conv1d.weight", "conv1d.weight", (conv_dim, 1, conv_kernel), conv, split=True),
         copied("mixer.A_log", "A_log", (heads,), heads_cut, precision=EITHER),
         copied("mixer.D", "D", (heads,), heads_cut, precision=EITHER),

@@ -26,7 +26,9 @@ def latent(*, hidden: int, latent: int) -> Block:
 
 def shared_experts(*, hidden: int, ffn: int) -> Block:
     """The shared experts: one dense feed-forward, cut by tp (not etp)."""
-    block = mlp(hidden=hidden, ffn=ffn, mcore="mlp.shared_experts", label="moe_shared_expert_intermediate_size")
+    block = mlp(
+        hidden=hidden, ffn=ffn, mcore="mlp.shared_experts", label="moe_shared_expert_intermediate_size"
+    )
     return list(placed(block, "", "shared_experts.", 0))
 
 
@@ -45,6 +47,10 @@ def routed_experts(*, experts: int, width: int, ffn: int, stacked: bool = False)
 def _expert(linear: str, hf: str, shape: tuple[int, int], cut: Cut, expert: Expert, stacked: bool) -> Row:
     e = expert.index
     mcore = View(f"mlp.experts.experts.{e}.{linear}.weight", *shape)
-    other = View(f"experts.{hf}", expert.count, *shape)[e] if stacked else View(f"experts.{e}.{hf}.weight", *shape)
+    other = (
+        View(f"experts.{hf}", expert.count, *shape)[e]
+        if stacked
+        else View(f"experts.{e}.{hf}.weight", *shape)
+    )
     module = f"mlp.experts.experts.{e}.{linear}"
     return Row(Param(mcore.name, shape, cut, expert=expert, module=module), ((mcore, other),))

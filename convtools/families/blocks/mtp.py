@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from convtools.families.table import LAST, Block, Row, copied, norm, placed, rows
 
 
-def hybrid_mtp(*, pattern: str, depth: int, hidden: int, layer: Callable[[str, str, str], Iterator[Row]]) -> Iterator[Row]:
+def hybrid_mtp(
+    *, pattern: str, depth: int, hidden: int, layer: Callable[[str, str, str], Iterator[Row]]
+) -> Iterator[Row]:
     """Depth o and inner layer j are `mtp.layers.{o}.mtp_model_layer.layers.{j}` and `mtp.layers.{o * P + j}`.
 
     `layer(kind, mcore prefix, hf prefix)` gives an inner layer. What stands once a depth
@@ -17,8 +19,12 @@ def hybrid_mtp(*, pattern: str, depth: int, hidden: int, layer: Callable[[str, s
         first, last = (f"mtp.layers.{o * len(pattern) + j}." for j in (0, len(pattern) - 1))
         yield from placed(_entry(hidden), mcore, first, LAST)
         for j, kind in enumerate(pattern):
-            yield from layer(kind, f"{mcore}mtp_model_layer.layers.{j}.", f"mtp.layers.{o * len(pattern) + j}.")
-        yield from placed([norm("final_layernorm.weight", "final_layernorm.weight", hidden)], mcore, last, LAST)
+            yield from layer(
+                kind, f"{mcore}mtp_model_layer.layers.{j}.", f"mtp.layers.{o * len(pattern) + j}."
+            )
+        yield from placed(
+            [norm("final_layernorm.weight", "final_layernorm.weight", hidden)], mcore, last, LAST
+        )
 
 
 def _entry(hidden: int) -> Block:
