@@ -38,7 +38,7 @@ def content(root: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 def main() -> int:
     """Convert there and back by every route, and show what became of every kind of tensor."""
     src = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURE
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"[bold]{src.name}[/]: {convtools.inspect(src).pattern}, from {src.parent.name}")
     before = content(src)
     model = convtools.open_source(src).model
@@ -47,33 +47,36 @@ def main() -> int:
         came_from[numberless(piece.b)].add(numberless(piece.a))
 
     equal: dict[str, dict[str, int]] = {}
+    whole = True
     with tempfile.TemporaryDirectory() as scratch:
         for i, (route, options) in enumerate(ROUTES.items()):
             megatron, back = Path(scratch) / f"megatron{i}", Path(scratch) / f"hf{i}"
-            convtools.convert(src, megatron, options)
+            out = convtools.convert(src, megatron, options)
             convtools.convert(megatron, back, convtools.Options(to="hf"))
+            console.print(f"HF -> {route} -> HF: {out.hf_tensors} tensors in {out.files} files and back")
             after = content(back)
             equal[route] = defaultdict(int)
             for name in before:
                 equal[route][numberless(name)] += after.get(name) == before[name]
             if after.keys() != before.keys():
+                whole = False
                 console.print(f"[red]{route}: names differ: {sorted(after.keys() ^ before.keys())[:5]}")
             if (back / "config.json").read_bytes() != (src / "config.json").read_bytes():
+                whole = False
                 console.print(f"[red]{route}: config.json differs")
 
-    table = Table("Hugging Face", "Megatron", "tensors", "bytes", *(f"back from {r}" for r in ROUTES))
+    table = Table("Hugging Face", "Megatron", "tensors", "bytes", f"back by {len(ROUTES)} routes", box=None)
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in before:
         kinds[numberless(name)].append(name)
-    whole = True
     for label, names in kinds.items():
         nbytes = sum(len(before[n][2]) for n in names)
-        cells = []
-        for route in ROUTES:
-            ok = equal[route][label] == len(names)
-            whole &= ok
-            cells.append("every bit" if ok else f"[red]{len(names) - equal[route][label]} differ")
-        table.add_row(label, "\n".join(sorted(came_from[label])), str(len(names)), f"{nbytes:,}", *cells)
+        lost = {
+            route: len(names) - equal[route][label] for route in ROUTES if equal[route][label] != len(names)
+        }
+        whole &= not lost
+        verdict = "[green]every bit[/]" if not lost else f"[red]{lost}[/]"
+        table.add_row(label, "\n".join(sorted(came_from[label])), str(len(names)), f"{nbytes:,}", verdict)
     console.print(table)
     total = sum(len(v[2]) for v in before.values())
     console.print(

@@ -5,7 +5,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from convtools.conversion.dtypes import wanted_dtypes
 from convtools.conversion.from_hf import hf_source
@@ -25,6 +27,7 @@ from convtools.disk import check_space
 from convtools.errors import UsageError
 from convtools.layout.parallel import ParallelLayout, even_stages
 from convtools.staging import Joined, Staging, join
+from convtools.stores.base import FilePlan
 from convtools.stores.hf import is_hf
 from convtools.stores.megatron_dir import find_iteration, is_megatron
 
@@ -64,12 +67,34 @@ def convert(src: PathLike, dst: PathLike, options: Options, bar: Bar | None = No
             dtypes, casts = wanted_dtypes(source, options)
             target = plan_target(source, options, dtypes)
             totals = verify(source, target)
-        padding: list[PaddingFound] = []
+        seen = _Seen()
         if not options.dry_run:
-            resolver = Resolver(source, target)
-            padding = _publish(Path(src), Path(dst), options, source, target, resolver, world, bar)
+            seen = _publish(Path(src), Path(dst), _Run(options, source, target, world, bar))
         seconds = time.monotonic() - began
-        return report(source, target, options, Path(dst), totals, casts, padding, seconds)
+        return report(source, target, options, Path(dst), totals, casts, seen.padding, seen.notes, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Everything that one rank's work needs."""
+
+    options: Options
+    source: Source
+    target: Target
+    world: World
+    bar: Bar | None
+
+    @property
+    def share(self) -> list[FilePlan]:
+        """The files that this rank fills."""
+        return file_shares(self.target, self.world.size)[self.world.rank]
+
+
+class _Seen(NamedTuple):
+    """What was noticed on the way."""
+
+    padding: tuple[PaddingFound, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -84,49 +109,34 @@ def _collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-def _publish(
-    src: Path,
-    dst: Path,
-    options: Options,
-    source: Source,
-    target: Target,
-    resolver: Resolver,
-    world: World,
-    bar: Bar | None,
-) -> list[PaddingFound]:
+def _publish(src: Path, dst: Path, run: _Run) -> _Seen:
+    options, target, world = run.options, run.target, run.world
     if world.rank:
         path, token = world.share("staging")
-        staging = join(path, token, fsync=options.fsync)
-        for file in file_shares(target, world.size)[world.rank]:
-            staging.file(file.path)  # it is this rank that brings the file to disk
-        return _work(staging, options, source, target, resolver, world, None)
+        joined = join(path, token, fsync=options.fsync)
+        for file in run.share:
+            joined.file(file.path)  # it is this rank that brings the file to disk
+        return _Seen(_work(joined, run))
     with Staging(
         dst, src=[src], overwrite=options.overwrite, replaceable=_not_a_checkpoint, fsync=options.fsync
     ) as staging:
         check_space(staging.path, target.nbytes)
         make_files(target.files, staging)
         world.share("staging", [str(staging.path), staging.token])
-        padding = _work(staging, options, source, target, resolver, world, bar)
+        padding = _work(staging, run)
         write_side_files(target.side_files, staging)
         world.raise_fault()
         staging.commit(last={f.path: f.content for f in target.last if isinstance(f.content, bytes)})
-    return padding
+        return _Seen(padding, tuple(f"left as it is, for you to look at: {p}" for p in staging.left_alone))
 
 
-def _work(
-    staging: Joined,
-    options: Options,
-    source: Source,
-    target: Target,
-    resolver: Resolver,
-    world: World,
-    bar: Bar | None,
-) -> list[PaddingFound]:
+def _work(staging: Joined, run: _Run) -> tuple[PaddingFound, ...]:
     """One rank's share; returns what every rank saw of the padding, when all have reported."""
-    share = file_shares(target, world.size)[world.rank]
+    source, world, share = run.source, run.world, run.share
     nbytes = sum(f.nbytes for f in share)
-    with bar(nbytes) if bar else nullcontext(lambda _: None) as tick:
-        runner = Runner(source, resolver, workers=options.workers, progress=tick, stop=world.stop)
+    with run.bar(nbytes) if run.bar and not world.rank else nullcontext(lambda _: None) as tick:
+        resolver = Resolver(source, run.target)
+        runner = Runner(source, resolver, workers=run.options.workers, progress=tick, stop=world.stop)
         try:
             runner.check_duplicates(source.duplicates[world.rank :: world.size])
             padding = runner.padding(source.padding[world.rank :: world.size])
@@ -139,7 +149,7 @@ def _work(
     if world.rank:
         staging.flush()
     reports = world.gather("wrote", [list(p) for p in padding])
-    return [PaddingFound(*p) for ranks in reports for p in ranks]
+    return tuple(PaddingFound(*p) for ranks in reports for p in ranks)
 
 
 def _not_a_checkpoint(path: Path) -> str | None:

@@ -84,7 +84,8 @@ def report(
     dst: Path,
     totals: Totals,
     casts: tuple[Cast, ...],
-    padding: list[PaddingFound],
+    padding: tuple[PaddingFound, ...],
+    notes: tuple[str, ...],
     seconds: float,
 ) -> Report:
     """Put a report together."""
@@ -119,8 +120,8 @@ def report(
         casts=casts,
         left_out=source.left_out,
         duplicates=len(source.duplicates),
-        padding=tuple(padding),
-        notes=source.notes,
+        padding=padding,
+        notes=(*source.notes, *notes),
         blocks=blocks,
         dry_run=options.dry_run,
         seconds=seconds,
