@@ -14,7 +14,8 @@ def hf_source(root: Path) -> Source:
     Raises CheckpointError, AccountingError, ConfigError.
     """
     store = open_hf(root)
-    refuse_encodings(store.config, store.tensors, (*store.side_files, *store.weight_files))
+    files = (*store.side_files, *store.weight_files, *(name for name, _ in store.unread_files))
+    refuse_encodings(store.config, store.tensors, files)
     family = find_family(store.config)
     spec = family.parse(store.config)
     model = Model(family, store.config, spec, family.spelling(spec, store.tensors))

@@ -1,5 +1,6 @@
 """Reading a model config: required and optional fields, two spellings of one thing, nested text configs."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,8 @@ from convtools.errors import ConfigError, capped
 Config = Mapping[str, Any]
 
 MISSING = object()
+
+_SHORT = reprlib.Repr()  # a hostile value is long or deep: never all of it in a message
 
 
 class Fields:
@@ -32,13 +35,16 @@ class Fields:
             )
         return None if default is MISSING else default
 
-    def size(self, *names: str, default: Any = MISSING, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def size(self, *names: str, default: Any = MISSING, least: int = 1, most: int = 2**40 - 1) -> int:
+        """A whole number of at least `least` and at most `most`."""
         value = self.get(*names, default=default)
         if value is None:
             return least
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**40:
-            self.problems.append(f"`{names[0]}` is {value!r}, expected a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            upper = f", at most {most}" if isinstance(value, int) and value > most else ""
+            self.problems.append(
+                f"`{names[0]}` is {_SHORT.repr(value)}, expected a whole number of at least {least}{upper}"
+            )
             return least
         return value
 

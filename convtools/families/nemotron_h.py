@@ -35,6 +35,10 @@ LETTER = {
 """Layer words as NVIDIA and as newer transformers write them."""
 
 
+_MOST_LAYERS, _MOST_MTP, _MOST_EXPERTS, _MOST_TENSORS = 10_000, 64, 65_536, 1_000_000
+"""Far above any model; a config that says more is damaged or hostile, and its table would not fit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """What the config says, under one spelling. Sizes of absent layer kinds are 0."""
@@ -92,7 +96,7 @@ def parse(config: Config) -> Spec:
     """config.json -> Spec. Raises ConfigError naming every missing or contradictory field."""
     f = Fields(config)
     pattern = _pattern(f, "hybrid_override_pattern", "layers_block_type", "layer_types")
-    depth = f.size("num_nextn_predict_layers", default=0, least=0)
+    depth = f.size("num_nextn_predict_layers", default=0, least=0, most=_MOST_MTP)
     mtp_pattern = _pattern(f, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if depth else ""
     if pattern and f.size("num_hidden_layers", default=len(pattern)) != len(pattern):
         f.refuse(
@@ -123,7 +127,7 @@ def parse(config: Config) -> Spec:
         conv_kernel=size("M", "conv_kernel", default=4),
         conv_bias=f.flag("use_conv_bias", default=True),
         ffn=size("-", "intermediate_size"),
-        experts=size("E", "n_routed_experts"),
+        experts=size("E", "n_routed_experts", most=_MOST_EXPERTS),
         expert_ffn=size("E", "moe_intermediate_size"),
         shared_ffn=size("E", "moe_shared_expert_intermediate_size", default=0, least=0)
         if f.size("n_shared_experts", default=1, least=0)
@@ -131,14 +135,29 @@ def parse(config: Config) -> Spec:
         latent=size("E", "moe_latent_size", default=0, least=0),
         mtp_pattern=mtp_pattern,
         mtp_depth=depth,
-        mtp_repeated=f.get("mtp_use_repeated_layer", default=None),
+        mtp_repeated=None
+        if config.get("mtp_use_repeated_layer") is None
+        else f.flag("mtp_use_repeated_layer", default=False),
     )
     if "*" in kinds and spec.heads % spec.groups:
         f.refuse(f"num_attention_heads={spec.heads} is not a multiple of num_key_value_heads={spec.groups}")
     if "M" in kinds and spec.mamba_heads % spec.mamba_groups:
         f.refuse(f"mamba_num_heads={spec.mamba_heads} is not a multiple of n_groups={spec.mamba_groups}")
+    if spec.mlp_bias and "E" in kinds:
+        f.refuse("`mlp_bias` is true in a model with MoE layers: their experts' biases cannot be converted")
+    if spec.num_layers > _MOST_LAYERS:
+        f.refuse(f"the pattern has {spec.num_layers} layers, expected at most {_MOST_LAYERS}")
+    if (count := _tensors(spec)) > _MOST_TENSORS:
+        f.refuse(f"the model would have over {count} tensors, expected at most {_MOST_TENSORS}")
     f.done()
     return spec
+
+
+def _tensors(spec: Spec) -> int:
+    """Roughly how many tensors the model has, from below: known before the table is made."""
+    kinds = [spec.pattern, *[spec.mtp_pattern] * (1 if spec.mtp_repeated else spec.mtp_depth)]
+    layers = sum(map(len, kinds))
+    return 2 * layers + 2 * spec.experts * sum(part.count("E") for part in kinds)
 
 
 def _pattern(f: Fields, text: str, *lists: str) -> str:

@@ -86,6 +86,7 @@ class Placement:
         }
         last = layout.pp - 1
         params = list(params)
+        layout.check_stages({p.stage for p in params if isinstance(p.stage, int)})
         check_layout(params, layout)
         has_mtp = any(p.name.startswith("mtp.") for p in params)
         for p in params:

@@ -5,13 +5,14 @@ folds into the same ranks: `tp = r % tp_size`, `etp = r % etp_size`, `ep = r // 
 for `r` in a pipeline stage of `lcm(tp_size, etp_size * ep_size)` ranks.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import lcm, prod
 from typing import NamedTuple
 
-from convtools.errors import ParallelError
+from convtools.errors import ParallelError, capped
 from convtools.layout.region import Region
 
 
@@ -105,6 +106,28 @@ class ParallelLayout:
     stages: tuple[tuple[int, ...], ...] = ((),)
     """Global indices of the decoder layers of each stage, in order."""
 
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "ep", "etp"):
+            _at_least_one(axis, getattr(self, axis))
+
+    def check_stages(self, layers: Iterable[int]) -> None:
+        """Raise ParallelError unless there are `pp` stages, which hold each of `layers` exactly once."""
+        if len(self.stages) != self.pp:
+            raise ParallelError(
+                f"pp={self.pp}, but {len(self.stages)} stages of layers are given",
+                fix="give one tuple of layers for each pipeline stage",
+            )
+        held = Counter(layer for stage in self.stages for layer in stage)
+        wanted = set(layers)
+        faults = [f"layer {n} in none" for n in sorted(wanted - held.keys())]
+        faults += [f"layer {n} in {times}" for n, times in sorted(held.items()) if times > 1]
+        if faults:
+            raise ParallelError(
+                "the pipeline stages do not hold each layer exactly once",
+                expected=f"each in one of {self.pp} stages",
+                found=capped(faults),
+            )
+
     @property
     def stage_size(self) -> int:
         """Ranks of one pipeline stage, data parallelism aside."""
@@ -117,12 +140,18 @@ class ParallelLayout:
                 yield Rank(r % self.tp, pp, r // self.etp % self.ep, r % self.etp)
 
 
+def _at_least_one(axis: str, size: int) -> None:
+    if size < 1:
+        raise ParallelError(f"{axis}={size} is no size", expected="at least 1")
+
+
 def even_stages(num_layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
     """Cut `num_layers` layers evenly into `pp` stages. Raises ParallelError.
 
     >>> even_stages(4, 2)
     ((0, 1), (2, 3))
     """
+    _at_least_one("pp", pp)
     if num_layers % pp:
         raise ParallelError(
             f"pp={pp} does not divide the number of layers={num_layers}",
