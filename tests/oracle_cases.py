@@ -34,11 +34,11 @@ class Layout:
         return path if path.is_dir() else None
 
 
-def layouts(prefix: str = "") -> list[Layout]:
-    """Every layout of every case whose name begins with `prefix`, each once, the fullest copy of it."""
+def layouts(*prefixes: str) -> list[Layout]:
+    """Every layout of every case whose name begins with one of these, each once."""
     found: dict[tuple[str, str], Layout] = {}
     for root in ROOTS:
-        for manifest in sorted(root.glob(f"{prefix}*/manifest.json")):
+        for manifest in sorted(path for p in prefixes for path in root.glob(f"{p}*/manifest.json")):
             about = json.loads(manifest.read_text())
             for name, sizes in about["layouts"].items():
                 folder = manifest.parent / name

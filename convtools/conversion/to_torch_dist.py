@@ -13,7 +13,7 @@ from convtools.conversion.megatron_target import (
 )
 from convtools.conversion.plan import SideFile, Target
 from convtools.conversion.source import Source
-from convtools.families.dist_keys import Form, extra_state, written_form
+from convtools.families.dist_keys import Form, extra_state, lead, written_form
 from convtools.families.rank_tensors import Placement
 from convtools.families.table import Param, Table
 from convtools.layout.mapping import Mapping
@@ -86,11 +86,11 @@ def _chunks(
 ) -> Iterator[tuple[int, str, Region]]:
     """(rank, key, region of the key) of every chunk of a parameter."""
     keys = list(form.shapes)
-    lead = (param.expert.index,) if param.expert else ()
+    first = lead(param)
     if place is None:
         for key in keys:
-            shape = form.shapes[key][len(lead) :]
-            yield 0, key, _behind(lead, Region.whole(shape))
+            shape = form.shapes[key][len(first) :]
+            yield 0, key, _behind(first, Region.whole(shape))
         return
     layout = place.layout
     base = place.stage(param) * layout.stage_size
@@ -98,14 +98,14 @@ def _chunks(
     if param.expert:
         base += param.expert.index // (param.expert.count // layout.ep) * layout.etp
     if param.cut is None:
-        yield base, keys[0], _behind(lead, Region.whole(param.shape))
+        yield base, keys[0], _behind(first, Region.whole(param.shape))
         return
     for shard in range(size):
         at = 0
         for i, (whole, _) in enumerate(param.cut.shard(param.shape, size, shard)):
             begin = at if param.split else 0
             offsets = tuple(o - begin if d == param.cut.dim else o for d, o in enumerate(whole.offsets))
-            yield base + shard, keys[i if param.split else 0], _behind(lead, Region(offsets, whole.sizes))
+            yield base + shard, keys[i if param.split else 0], _behind(first, Region(offsets, whole.sizes))
             at += param.cut.parts[i].size
 
 

@@ -23,8 +23,9 @@ class Form:
 
 
 def written_form(param: Param) -> Form:
-    """The portable `torch_dist` form: per-layer keys, experts stacked, split parts under own keys."""
-    return _form(param, param.stack if param.expert else param.name)
+    """The portable `torch_dist` form: experts stacked, alike layers stacked, split parts under own keys."""
+    key = param.stack if param.expert else param.name
+    return _form(param, _layerless(key), layers=param.layers) if param.layers else _form(param, key)
 
 
 def read_forms(param: Param, num_layers: int) -> Iterator[Form]:
@@ -39,7 +40,17 @@ def read_forms(param: Param, num_layers: int) -> Iterator[Form]:
         if param.expert:
             yield _form(param, name, singleton=True)
         if isinstance(param.stage, int) and name.startswith(f"{DECODER}{param.stage}."):
-            yield _form(param, DECODER + stack.split(".", 3)[3], layers=num_layers)
+            yield _form(param, _layerless(stack), layers=num_layers)
+
+
+def _layerless(key: str) -> str:
+    return DECODER + key.split(".", 3)[3]
+
+
+def lead(param: Param) -> tuple[int, ...]:
+    """Which entry of its stacked key a parameter is, as written: (layer, expert), where it has them."""
+    layer = (int(param.stage),) if param.layers else ()
+    return (*layer, param.expert.index) if param.expert else layer
 
 
 def _form(param: Param, key: str, *, singleton: bool = False, layers: int = 0) -> Form:
@@ -71,8 +82,11 @@ def extra_state(param: Param) -> str | None:
     """Name of the (empty) Transformer Engine object that Megatron's strict loader wants beside it."""
     if param.module is None:
         return None
-    if param.expert is None:
-        return f"{param.module}._extra_state/shard_0_1"
-    e = param.expert
-    stack = param.module.replace(f".experts.{e.index}.", ".experts.", 1)
-    return f"{stack}._extra_state/shard_{e.index}_{e.count}"
+    e, module = param.expert, param.module
+    if e is not None:
+        module = module.replace(f".experts.{e.index}.", ".experts.", 1)
+    if param.layers:
+        module = _layerless(module)
+    at = lead(param)
+    of = [*([param.layers] if param.layers else []), *([e.count] if e else [])]
+    return f"{module}._extra_state/shard_{'.'.join(map(str, at or [0]))}_{'.'.join(map(str, of or [1]))}"

@@ -235,7 +235,7 @@ def rows(spec: Spec, spelling: Spelling, padded_vocab: int) -> Iterator[Row]:
     final = norm("decoder.final_norm.weight", f"{top}norm_f.weight", hidden, "decoder.final_layernorm.weight")
     yield from placed([final], "", "", LAST)
     if not spec.tied:
-        yield head("lm_head.weight", **vocab)
+        yield head("lm_head.weight", **vocab, extra_state=True)
     if spec.mtp_depth:
         yield from hybrid_mtp(
             pattern=spec.mtp_pattern,
@@ -273,7 +273,8 @@ def _layer(spec: Spec, spelling: Spelling, kind: str) -> tuple[Row, Block]:
             "self_attention.linear_qkv.layer_norm_weight", "norm.weight", h, "input_layernorm.weight"
         )
         return pre_norm, attention(
-            heads=spec.heads, groups=spec.groups, head_dim=spec.head_dim, hidden=h, bias=spec.attention_bias
+            heads=spec.heads, groups=spec.groups, head_dim=spec.head_dim, hidden=h,
+            qkv_bias=spec.attention_bias, proj_bias=spec.attention_bias,
         )  # fmt: skip
     if kind == "-":
         pre_norm = norm("mlp.linear_fc1.layer_norm_weight", "norm.weight", h, "pre_mlp_layernorm.weight")

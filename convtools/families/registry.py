@@ -9,7 +9,15 @@ from convtools.errors import ConfigError
 from convtools.families.config import Config
 from convtools.families.table import Copy, Row, Table
 
-_MODULE = {"NemotronHForCausalLM": "nemotron_h"}
+_MODULE = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+    "NemotronHForCausalLM": "nemotron_h",
+    "Qwen2ForCausalLM": "qwen",
+    "Qwen3ForCausalLM": "qwen",
+    "Qwen3MoeForCausalLM": "qwen",
+}
 _MODEL_TYPE = {"nemotron_h": "NemotronHForCausalLM"}
 
 

@@ -45,6 +45,8 @@ class Param:
     """Routed experts are cut by etp, live on one ep rank, and share one stacked key."""
     stage: int | str = FIRST
     """A decoder layer's index, or FIRST or LAST."""
+    layers: int = 0
+    """Number of decoder layers, where all are alike and `torch_dist` stacks them under one key; else 0."""
     module: str | None = None
     """The Transformer Engine module that saves an (empty) `_extra_state` beside this tensor."""
     memory_state: str | None = None
@@ -102,7 +104,7 @@ def columns(*factors: tuple[str, int]) -> Cut:
     return Cut(1, (Part("", factors),))
 
 
-def placed(block: Iterable[Row], mcore: str, hf: str, stage: int | str) -> Iterator[Row]:
+def placed(block: Iterable[Row], mcore: str, hf: str, stage: int | str, layers: int = 0) -> Iterator[Row]:
     """A block under a layer's names: `decoder.layers.3.` and `backbone.layers.3.mixer.`."""
     for row in block:
         p = row.param
@@ -110,6 +112,7 @@ def placed(block: Iterable[Row], mcore: str, hf: str, stage: int | str) -> Itera
             p,
             name=mcore + p.name,
             stage=stage,
+            layers=layers,
             module=None if p.module is None else mcore + p.module,
             memory_state=None if p.memory_state is None else mcore + p.memory_state,
             aliases=tuple(mcore + alias for alias in p.aliases),

@@ -11,7 +11,8 @@ from convtools.stores.torch_legacy import rank_folder
 from tests.oracle_cases import Layout, layouts, shard_name
 from tests.tensors import differences, read_hf, read_rank, read_safetensors
 
-ALL = layouts("nemotron")
+ALL = layouts("nemotron", "llama", "qwen2", "qwen3_moe")
+NEMOTRON = [x for x in ALL if x.case.startswith("nemotron")]
 WITH_HF = [x for x in ALL if x.hf]
 
 
@@ -36,8 +37,11 @@ def test_reading_gives_the_canonical_tensors(layout: Layout, kind: str, tmp_path
         pytest.skip(f"this layout was not saved as {kind}")
     assert layout.hf
     report = to_hf(layout.root / kind, tmp_path / "hf", layout.hf)
-    assert differences(read_hf(layout.hf), read_hf(tmp_path / "hf")) == []
-    assert report.hf_tensors == len(read_hf(layout.hf))
+    want = read_hf(layout.hf)
+    if json.loads((layout.hf / "config.json").read_text())["tie_word_embeddings"]:
+        del want["lm_head.weight"]  # Megatron holds no second copy of a tied head
+    assert differences(want, read_hf(tmp_path / "hf")) == []
+    assert report.hf_tensors == len(want)
     assert (tmp_path / "hf/config.json").read_bytes() == (layout.hf / "config.json").read_bytes()
 
 
@@ -77,7 +81,7 @@ def test_writing_torch_dist_gives_megatrons_keys_and_chunks(layout: Layout, tmp_
     assert {o for o in ours.objects} == {o for o in real.objects if not o.startswith(state)}
 
 
-@pytest.mark.parametrize("layout", WITH_HF, ids=str)
+@pytest.mark.parametrize("layout", [x for x in WITH_HF if x in NEMOTRON], ids=str)
 def test_the_true_vocabulary_comes_out_of_megatrons_args(layout: Layout, tmp_path: Path) -> None:
     """Without an HF config, config.json is derived: 250 rows; the six random ones past them are reported."""
     assert layout.hf

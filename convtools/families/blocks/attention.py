@@ -1,10 +1,19 @@
 """Softmax attention with grouped queries (GQA)."""
 
-from convtools.families.table import Block, Param, Row, columns, copied, rows
+from convtools.families.table import Block, Param, Row, columns, copied, norm, rows
 from convtools.layout.view import View
 
 
-def attention(*, heads: int, groups: int, head_dim: int, hidden: int, bias: bool = False) -> Block:
+def attention(
+    *,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    hidden: int,
+    qkv_bias: bool = False,
+    proj_bias: bool = False,
+    qk_norm: bool = False,
+) -> Block:
     """Megatron's `linear_qkv` holds, per query group, its query heads, then its key, then its value.
 
     `linear_qkv.weight [groups * (r + 2) * head_dim, hidden]` with `r = heads // groups`; the bias
@@ -18,10 +27,10 @@ def attention(*, heads: int, groups: int, head_dim: int, hidden: int, bias: bool
         nests=(("num_key_value_heads", groups),),
     )
 
-    def fused(name: str, *width: int, core: str | None = None) -> Row:
+    def fused(name: str, *width: int, module: str | None = None, core: str | None = None) -> Row:
         qkv = View(f"self_attention.linear_qkv.{name}", (groups, r + 2, head_dim), *width)
         return Row(
-            Param(qkv.name, qkv.shape, cut, module="self_attention.linear_qkv", memory_state=core),
+            Param(qkv.name, qkv.shape, cut, module=module, memory_state=core),
             (
                 (qkv[:, :r], View(f"q_proj.{name}", (groups, r, head_dim), *width)),
                 (qkv[:, r], View(f"k_proj.{name}", (groups, head_dim), *width)),
@@ -29,10 +38,14 @@ def attention(*, heads: int, groups: int, head_dim: int, hidden: int, bias: bool
             ),
         )
 
-    proj = "self_attention.linear_proj"
+    proj, qkv_module = "self_attention.linear_proj", "self_attention.linear_qkv"
     heads_out = columns(("num_attention_heads", heads), ("head_dim", head_dim))
-    block = [fused("weight", hidden, core="self_attention.core_attention")]
+    block = [fused("weight", hidden, module=qkv_module, core="self_attention.core_attention")]
     block += [copied(f"{proj}.weight", "o_proj.weight", (hidden, heads * head_dim), heads_out, te=True)]
-    if bias:
-        block += [fused("bias"), copied(f"{proj}.bias", "o_proj.bias", (hidden,))]
+    if qkv_bias:
+        block += [fused("bias")]
+    if proj_bias:
+        block += [copied(f"{proj}.bias", "o_proj.bias", (hidden,))]
+    if qk_norm:
+        block += [norm(f"self_attention.{x}_layernorm.weight", f"{x}_norm.weight", head_dim) for x in "qk"]
     return block

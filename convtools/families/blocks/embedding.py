@@ -1,5 +1,7 @@
 """Embedding, output head and the one rule of vocabulary padding."""
 
+from dataclasses import replace
+
 from convtools.families.table import FIRST, LAST, Param, Row, rows
 from convtools.layout.view import View
 
@@ -19,9 +21,14 @@ def embedding(hf: str, *, vocab: int, padded: int, hidden: int) -> Row:
     return _vocab_rows("embedding.word_embeddings.weight", hf, vocab, padded, hidden, FIRST, None)
 
 
-def head(hf: str, *, vocab: int, padded: int, hidden: int) -> Row:
-    """`output_layer.weight [padded, hidden]`, padded by the same rule."""
-    return _vocab_rows("output_layer.weight", hf, vocab, padded, hidden, LAST, "output_layer")
+def head(hf: str, *, vocab: int, padded: int, hidden: int, extra_state: bool = False) -> Row:
+    """`output_layer.weight [padded, hidden]`, padded by the same rule.
+
+    Megatron's hybrid model saves its empty `_extra_state` in `torch_dist` too, its GPT model does not.
+    """
+    row = _vocab_rows("output_layer.weight", hf, vocab, padded, hidden, LAST, None)
+    state = {"module" if extra_state else "memory_state": "output_layer"}
+    return replace(row, param=replace(row.param, **state))  # type: ignore[arg-type]
 
 
 def _vocab_rows(

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator
 
-from convtools.families.blocks.mlp import mlp
+from convtools.families.blocks.mlp import gate_and_up, mlp
 from convtools.families.table import FP32, Block, Expert, Param, Row, columns, copied, placed, rows
 from convtools.layout.parallel import Cut
 from convtools.layout.view import View
 
 
-def router(*, experts: int, hidden: int) -> Block:
+def router(*, experts: int, hidden: int, bias: bool = True) -> Block:
     """The router `[experts, hidden]` and its correction bias `[experts]`, which is fp32 on both sides."""
-    return [
-        copied("mlp.router.weight", "gate.weight", (experts, hidden)),
-        copied("mlp.router.expert_bias", "gate.e_score_correction_bias", (experts,), precision=FP32),
-    ]
+    block = [copied("mlp.router.weight", "gate.weight", (experts, hidden))]
+    if bias:
+        block += [
+            copied("mlp.router.expert_bias", "gate.e_score_correction_bias", (experts,), precision=FP32)
+        ]
+    return block
 
 
 def latent(*, hidden: int, latent: int) -> Block:
@@ -54,3 +56,28 @@ def _expert(linear: str, hf: str, shape: tuple[int, int], cut: Cut, expert: Expe
     )
     module = f"mlp.experts.experts.{e}.{linear}"
     return Row(Param(mcore.name, shape, cut, expert=expert, module=module), ((mcore, other),))
+
+
+def gated_experts(
+    *,
+    experts: int,
+    width: int,
+    ffn: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Row]:
+    """Expert e: `linear_fc1 [2 * ffn, width]` is gate, then up; `linear_fc2 [width, ffn]` down.
+
+    `names` are the Hugging Face names of gate, up and down (Mixtral: w1, w3, w2).
+    """
+    label = "moe_intermediate_size"
+    gate, up, down = names
+    for e in range(experts):
+        at, of = f"mlp.experts.experts.{e}", Expert(e, experts)
+        fc1 = View(f"{at}.linear_fc1.weight", (2, ffn), width)
+        param = Param(fc1.name, fc1.shape, gate_and_up(label, ffn), expert=of, module=f"{at}.linear_fc1")
+        halves = (
+            View(f"experts.{e}.{gate}.weight", ffn, width),
+            View(f"experts.{e}.{up}.weight", ffn, width),
+        )
+        yield Row(param, ((fc1[0], halves[0]), (fc1[1], halves[1])))
+        yield _expert("linear_fc2", down, (width, ffn), columns((label, ffn)), of, stacked=False)
