@@ -18,12 +18,13 @@ class MemoryStyle:
     """What decides names in memory where `torch_dist` keys do not differ."""
 
     mcore: tuple[int, int] = (0, 19)
-    """megatron-core's version: 0.19 renamed `conv1d.weight` to `conv1d_weight`."""
+    """megatron-core's version: 0.17 renamed GPT's `transformer_layer` of MTP to `mtp_model_layer`, 0.19
+    `conv1d.weight` to `conv1d_weight`."""
     grouped_experts: bool = True
     """`linear_fc1.weight{e}` (grouped GEMM), or `local_experts.{e}.linear_fc1.weight` (sequential)."""
 
 
-STYLES = tuple(MemoryStyle(v, g) for v in ((0, 19), (0, 18)) for g in (True, False))
+STYLES = tuple(MemoryStyle(v, g) for v in ((0, 19), (0, 18), (0, 16)) for g in (True, False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Held:
     def name(self, style: MemoryStyle, base: str | None = None) -> str:
         """Name in the rank's state dict under one style; `base` stands for the parameter's name."""
         name = base or self.called
+        if style.mcore >= (0, 17):
+            name = name.replace(".transformer_layer.", ".mtp_model_layer.")
         if self.local_layer is not None:
             name = f"{_DECODER}{self.local_layer}.{name.split('.', 3)[3]}"
         if self.param.expert is not None:

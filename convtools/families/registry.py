@@ -10,6 +10,7 @@ from convtools.families.config import Config
 from convtools.families.table import Copy, Row, Table
 
 _MODULE = {
+    "DeepseekV3ForCausalLM": "deepseek",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "mixtral",

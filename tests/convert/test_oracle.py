@@ -11,7 +11,7 @@ from convtools.stores.torch_legacy import rank_folder
 from tests.oracle_cases import Layout, layouts, shard_name
 from tests.tensors import differences, read_hf, read_rank, read_safetensors
 
-ALL = layouts("nemotron", "llama", "qwen2", "qwen3_moe")
+ALL = layouts("nemotron", "llama", "qwen2", "qwen3_moe", "deepseek")
 NEMOTRON = [x for x in ALL if x.case.startswith("nemotron")]
 WITH_HF = [x for x in ALL if x.hf]
 
@@ -100,14 +100,11 @@ def test_the_true_vocabulary_comes_out_of_megatrons_args(layout: Layout, tmp_pat
 @pytest.mark.parametrize("layout", [x for x in ALL if (x.root / "torch_legacy").is_dir()], ids=str)
 def test_megatron_to_megatron(layout: Layout, tmp_path: Path) -> None:
     """torch_dist -> legacy at the same layout is the state dict, and legacy -> torch_dist -> legacy too."""
-    convtools.convert(
-        layout.root / "torch_dist", tmp_path / "a", convtools.Options(**options(layout, to="torch"))
-    )  # type: ignore[arg-type]
-    convtools.convert(
-        layout.root / "torch_legacy",
-        tmp_path / "b",
-        convtools.Options(to="torch_dist", padded_vocab_size=layout.padded),
-    )
+    hf = None if layout.case.startswith("nemotron") else layout.hf  # whose args do not say it all
+    to_torch = convtools.Options(**options(layout, to="torch", hf_config=hf))  # type: ignore[arg-type]
+    to_dist = convtools.Options(to="torch_dist", padded_vocab_size=layout.padded, hf_config=hf)
+    convtools.convert(layout.root / "torch_dist", tmp_path / "a", to_torch)
+    convtools.convert(layout.root / "torch_legacy", tmp_path / "b", to_dist)
     convtools.convert(tmp_path / "b", tmp_path / "c", convtools.Options(**options(layout, to="torch")))  # type: ignore[arg-type]
     for dump in sorted((layout.root / "state_dict").glob("*.safetensors")):
         tp, pp, ep = (int(part[2:]) for part in dump.stem.split("_"))
