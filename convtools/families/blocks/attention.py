@@ -18,10 +18,10 @@ def attention(*, heads: int, groups: int, head_dim: int, hidden: int, bias: bool
         nests=(("num_key_value_heads", groups),),
     )
 
-    def fused(name: str, *width: int, core: str | None = None) -> Row:
+    def fused(name: str, *width: int, module: str | None = None, core: str | None = None) -> Row:
         qkv = View(f"self_attention.linear_qkv.{name}", (groups, r + 2, head_dim), *width)
         return Row(
-            Param(qkv.name, qkv.shape, cut, module="self_attention.linear_qkv", memory_state=core),
+            Param(qkv.name, qkv.shape, cut, module=module, memory_state=core),
             (
                 (qkv[:, :r], View(f"q_proj.{name}", (groups, r, head_dim), *width)),
                 (qkv[:, r], View(f"k_proj.{name}", (groups, head_dim), *width)),
@@ -29,9 +29,9 @@ def attention(*, heads: int, groups: int, head_dim: int, hidden: int, bias: bool
             ),
         )
 
-    proj = "self_attention.linear_proj"
+    proj, qkv_module = "self_attention.linear_proj", "self_attention.linear_qkv"
     heads_out = columns(("num_attention_heads", heads), ("head_dim", head_dim))
-    block = [fused("weight", hidden, core="self_attention.core_attention")]
+    block = [fused("weight", hidden, module=qkv_module, core="self_attention.core_attention")]
     block += [copied(f"{proj}.weight", "o_proj.weight", (hidden, heads * head_dim), heads_out, te=True)]
     if bias:
         block += [fused("bias"), copied(f"{proj}.bias", "o_proj.bias", (hidden,))]
