@@ -39,6 +39,9 @@ _MOST_LAYERS, _MOST_MTP, _MOST_EXPERTS, _MOST_TENSORS = 10_000, 64, 65_536, 1_00
 """Far above any model; a config that says more is damaged or hostile, and its table would not fit."""
 
 
+PREFIXES = ("backbone.", "model.")
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """What the config says, under one spelling. Sizes of absent layer kinds are 0."""
@@ -90,6 +93,12 @@ class Spelling:
     """MTP depths that really have weights; None: as the config says."""
     head: bool = False
     """A tied model's file that holds `lm_head.weight` all the same."""
+
+    def __post_init__(self) -> None:
+        if self.prefix not in PREFIXES or self.embedding not in ("embeddings.weight", "embedding.weight"):
+            raise ValueError(f"no names of this family begin with {self.prefix!r} and {self.embedding!r}")
+        if {type(self.stacked_experts), type(self.head)} != {bool} or self.mtp_layers not in (None, 1):
+            raise ValueError("stacked_experts and head are true or false, mtp_layers is null or 1")
 
 
 def parse(config: Config) -> Spec:
@@ -190,7 +199,8 @@ def _pattern(f: Fields, text: str, *lists: str) -> str:
 def spelling(spec: Spec, hf_names: Iterable[str]) -> Spelling:
     """How these Hugging Face names are spelled. Raises AccountingError where the prefix is unclear."""
     names = set(hf_names)
-    prefixes = [p for p in ("backbone.", "model.") if any(n.startswith(p) for n in names)]
+    prefixes = [p for p in PREFIXES if any(n.startswith(f"{p}layers.") for n in names)]
+    prefixes = prefixes or [p for p in PREFIXES if any(n.startswith(p) for n in names)]
     if len(prefixes) != 1:
         raise AccountingError(
             "the layers' prefix is unclear",
