@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import islice
@@ -22,7 +23,7 @@ from convtools.stores.base import DTYPE_NBYTES, FilePlan, Payload
 from convtools.stores.move import SLAB, Gather, Mover, Unit, write_all
 from convtools.stores.regular_file import open_regular
 
-_JOB_NBYTES = 256 << 20
+_JOB_NBYTES = 64 << 20
 _JOB_PARTS = 2000
 
 Progress = Callable[[int], None]
@@ -213,18 +214,27 @@ def write_side_files(files: Iterable[SideFile], staging: Joined) -> None:
 
 
 def _jobs(files: Iterable[FilePlan], staging: Joined) -> Iterator[_Job]:
-    root = staging.path
-    for file in files:
-        start = at = 0
-        parts: list[bytes | Payload] = []
-        for part in file.parts:
-            parts.append(part)
-            at += len(part) if isinstance(part, bytes) else part.nbytes
-            if at - start >= _JOB_NBYTES or len(parts) >= _JOB_PARTS:
-                yield _Job(root / file.path, start, tuple(parts))
-                start, parts = at, []
-        if parts:
+    """Jobs of all files in turn: threads that write to one file wait for each other."""
+    waiting = deque(_jobs_of(file, staging.path) for file in files)
+    while waiting:
+        turn = waiting.popleft()
+        job = next(turn, None)
+        if job is not None:
+            waiting.append(turn)
+            yield job
+
+
+def _jobs_of(file: FilePlan, root: Path) -> Iterator[_Job]:
+    start = at = 0
+    parts: list[bytes | Payload] = []
+    for part in file.parts:
+        parts.append(part)
+        at += len(part) if isinstance(part, bytes) else part.nbytes
+        if at - start >= _JOB_NBYTES or len(parts) >= _JOB_PARTS:
             yield _Job(root / file.path, start, tuple(parts))
+            start, parts = at, []
+    if parts:
+        yield _Job(root / file.path, start, tuple(parts))
 
 
 def file_shares(target: Target, world: int) -> list[list[FilePlan]]:
