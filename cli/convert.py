@@ -69,10 +69,8 @@ def command(
     """
     from convtools.conversion.api import convert
     from convtools.conversion.options import Options
-    from convtools.stores.hf_write import parse_size
 
-    chosen = int(iteration) if iteration is not None and iteration.isdecimal() else iteration
-    options = Options(iteration=chosen, max_shard_size=parse_size(max_shard_size), **choices)
+    options = Options(iteration=iteration, max_shard_size=max_shard_size, **choices)
     report = convert(src, dst, options, None if as_json else _bar)
     if int(os.environ.get("RANK", "0")):
         return
@@ -88,6 +86,7 @@ def _bar(nbytes: int) -> Iterator[Any]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=nbytes)
         yield lambda n: progress.update(task, advance=n)

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from convtools.cli.render import human
+from convtools.errors import printable
 
 
 @click.command()
@@ -20,7 +21,7 @@ def command(path: Path, iteration: str | None, hf_config: Path | None, tensors: 
     """Say what checkpoint PATH is: format, family, layers, sizes, layout. Reads no weights."""
     from convtools.inspection import inspect
 
-    chosen = int(iteration) if iteration is not None and iteration.isdecimal() else iteration
+    chosen = int(iteration) if iteration and iteration.isdecimal() and len(iteration) < 20 else iteration
     found = inspect(path, iteration=chosen, hf_config=hf_config)
     if as_json:
         click.echo(json.dumps(found.to_dict(tensors=tensors), indent=2))
@@ -50,8 +51,11 @@ def command(path: Path, iteration: str | None, hf_config: Path | None, tensors: 
         facts.append(("not weights", f"{found.left_out} stored objects or files"))
     facts += [("note", note) for note in found.notes]
     for label, text in facts:
-        click.echo(f"{label:<12}{text}")
+        click.echo(f"{label:<12}{printable(text)}")
     if tensors:
         for t in found.tensors:
             shape = "x".join(map(str, t.shape)) or "scalar"
-            click.echo(f"  {t.name}  {t.dtype}  {shape}" + (f"  in {t.parts} parts" if t.parts > 1 else ""))
+            click.echo(
+                f"  {printable(t.name)}  {t.dtype}  {shape}"
+                + (f"  in {t.parts} parts" if t.parts > 1 else "")
+            )

@@ -1,12 +1,15 @@
 """The `convtools` command. Subcommands are imported when they are run, so that `--help` is quick."""
 
+import os
 import sys
 from importlib import import_module
+from io import TextIOWrapper
 
 import click
 
 _COMMANDS = {
     "convert": "Convert a checkpoint: HF, Megatron torch_dist, Megatron torch; any to any.",
+    "families": "List the architectures that can be converted.",
     "inspect": "Say what a checkpoint is, without reading its weights.",
 }
 
@@ -34,8 +37,11 @@ def group() -> None:
 
 def main() -> None:
     """Run the command; an error of ours is printed without a traceback, and exits with its own code."""
-    from convtools.errors import ConvtoolsError
+    from convtools.errors import ConvtoolsError, printable
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that cannot be shown is no reason to fail
     try:
         group.main(standalone_mode=False)
     except click.exceptions.Exit as done:
@@ -44,7 +50,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except ConvtoolsError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {printable(str(error))}", err=True)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         click.echo("stopped: nothing was published", err=True)
@@ -52,5 +58,12 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(141)
     except OSError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {printable(str(error))}", err=True)
         sys.exit(1)
+    except Exception as error:
+        if "CONVTOOLS_TRACEBACK" in os.environ:
+            raise
+        what = printable(f"{type(error).__name__}: {error}")
+        click.echo(f"error: a defect of convtools, please report it: {what}", err=True)
+        click.echo("  CONVTOOLS_TRACEBACK=1 shows where it happened", err=True)
+        sys.exit(3)

@@ -1,7 +1,7 @@
 """Reports as tables for people."""
 
 from convtools.conversion.report import Report
-from convtools.errors import capped
+from convtools.errors import capped, printable
 
 
 def human(nbytes: int) -> str:
@@ -22,9 +22,12 @@ def print_report(report: Report) -> None:
     """One table of facts; then everything that was left out, cast, or noticed."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a long path or pattern goes on in the next line, whole
     did = "would be converted" if report.dry_run else "converted"
     layout = " ".join(f"{k}={v}" for k, v in report.layout.items()) if report.layout else "whole tensors"
     facts = [
@@ -37,7 +40,12 @@ def print_report(report: Report) -> None:
         ),
     ]
     if report.target_format != "hf":
-        facts.append(("layout", f"{layout}; vocabulary padded to {report.padded_vocab} rows"))
+        facts.append(
+            (
+                "layout",
+                f"iteration {report.iteration}, {layout}; vocabulary padded to {report.padded_vocab} rows",
+            )
+        )
     if report.dry_run:
         facts.append(
             ("memory", f"{human(report.peak_nbytes)} of buffers, whatever the size of the checkpoint")
@@ -53,19 +61,15 @@ def print_report(report: Report) -> None:
         facts.append(("copies", f"{report.duplicates} repeated tensors in the source, {compared}"))
     for found in report.padding:
         if found.nonzero_rows:
-            facts.append(
-                (
-                    "padding",
-                    f"{found.nonzero_rows} of {found.rows} rows past the vocabulary not zero: {found.name}",
-                )
-            )
+            rows = f"{found.nonzero_rows} of {found.rows} rows past the vocabulary"
+            facts.append(("padding", f"{rows} were not zero, and are left out: {found.name}"))
     reasons: dict[str, list[str]] = {}
     for item in report.left_out:
         reasons.setdefault(item.reason, []).append(item.name)
-    facts += [
-        ("left out", f"{len(names)} ({reason}): {capped(names, 3)}") for reason, names in reasons.items()
-    ]
+    for reason, names in reasons.items():
+        usual = reason.startswith("Transformer Engine's extra state, empty")
+        facts.append(("left out", f"{len(names)} ({reason})" + ("" if usual else f": {capped(names, 3)}")))
     facts += [("note", note) for note in report.notes]
     for label, text in facts:
-        table.add_row(f"[bold]{label}[/]", text.replace("[", r"\["))
+        table.add_row(f"[bold]{label}[/]", Text(printable(text)))
     console.print(table, soft_wrap=True)

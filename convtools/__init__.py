@@ -28,6 +28,10 @@ __all__ = ["ConvtoolsError", "Inspection", "Options", "Report", "convert", "insp
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # Submodules are imported when first asked for: `import convtools` itself costs nothing.
     if name not in _HOME:

@@ -83,6 +83,21 @@ class StorageError(ConvtoolsError):
     """The destination exists, is full, or could not be written."""
 
 
+def printable(text: str, limit: int = 2000) -> str:
+    """Text that is safe on a terminal: control characters escaped, lines cut at `limit` characters.
+
+    >>> printable("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    lines = []
+    for line in text.split("\n"):
+        shown = (
+            line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        )
+        lines.append(shown if len(shown) <= limit else f"{shown[:limit]}... ({len(shown) - limit} more)")
+    return "\n".join(lines)
+
+
 def capped(items: Iterable[object], limit: int = 8) -> str:
     """Join `items` with commas, naming at most `limit` of them.
 

@@ -42,6 +42,8 @@ class Joined:
         if not parts or ".." in parts or os.path.isabs(name):
             raise StorageError(f"`{name}` does not name a file inside the output directory", where=self.path)
         path = self.path / name
+        if not self.path.is_dir():
+            raise StorageError(f"`{self.path}` was removed while it was written", fix="run it again")
         with writing(self.path):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._mine.append(path)
@@ -113,6 +115,10 @@ class Staging(Joined):
         self._partial: partial.Partial | None = None
         self._pid = os.getpid()
         self._signals: list[signal.Signals] = []
+
+    def check(self) -> None:
+        """Raise StorageError if `dst` may not be written as things stand; makes nothing."""
+        self._replaces()
 
     def __enter__(self) -> Self:
         self._catch_signals()

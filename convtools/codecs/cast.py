@@ -46,6 +46,28 @@ def cast(data: memoryview | bytearray | bytes, src: str, dst: str) -> Any:
     return np.ascontiguousarray(out).data.cast("B")
 
 
+def overflows(data: memoryview, src: str, out: memoryview, dst: str) -> int:
+    """How many finite numbers of `data` became infinite in `out`."""
+    import numpy as np
+
+    if is_exact(src, dst):
+        return 0
+    return int(np.count_nonzero(_exponent_full(out, dst) & ~_exponent_full(data, src)))
+
+
+def _exponent_full(data: memoryview, dtype: str) -> "np.ndarray[Any, Any]":
+    """Where a float is infinite or NaN."""
+    import numpy as np
+
+    kind, mask = {
+        "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00),
+        "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF0000000000000),
+    }[dtype]  # fmt: skip
+    bits = np.frombuffer(data, kind)
+    full: np.ndarray[Any, Any] = (bits & bits.dtype.type(mask)) == mask
+    return full
+
+
 def _bf16(wide: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     import numpy as np
 

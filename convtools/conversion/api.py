@@ -1,6 +1,7 @@
 """`convert`: open, plan, account, write aside, publish."""
 
 import gc
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from convtools.conversion.dtypes import wanted_dtypes
+from convtools.conversion.dtypes import recast_config, wanted_dtypes
 from convtools.conversion.from_hf import hf_source
 from convtools.conversion.from_torch import torch_source
 from convtools.conversion.from_torch_dist import torch_dist_source
@@ -17,19 +18,27 @@ from convtools.conversion.megatron_target import MegatronChoices
 from convtools.conversion.options import Options
 from convtools.conversion.plan import Resolver, Target, verify
 from convtools.conversion.report import Report, report
-from convtools.conversion.run import PaddingFound, Progress, Runner, file_shares, make_files, write_side_files
+from convtools.conversion.run import (
+    PaddingFound,
+    Progress,
+    Runner,
+    check_files,
+    file_shares,
+    make_files,
+    write_side_files,
+)
 from convtools.conversion.source import Source
 from convtools.conversion.to_hf import hf_target
 from convtools.conversion.to_torch import torch_target
 from convtools.conversion.to_torch_dist import torch_dist_target
 from convtools.conversion.world import World, joined_world
 from convtools.disk import check_space
-from convtools.errors import UsageError
+from convtools.errors import StorageError, UsageError, capped
 from convtools.layout.parallel import ParallelLayout, even_stages
 from convtools.staging import Joined, Staging, join
 from convtools.stores.base import FilePlan
 from convtools.stores.hf import is_hf
-from convtools.stores.megatron_dir import find_iteration, is_megatron
+from convtools.stores.megatron_dir import find_iteration, is_megatron, iterations
 
 PathLike = str | os.PathLike[str]
 Bar = Callable[[int], AbstractContextManager[Progress]]
@@ -37,7 +46,7 @@ Bar = Callable[[int], AbstractContextManager[Progress]]
 
 
 def open_source(
-    path: PathLike, *, iteration: int | str | None = None, hf_config: Path | None = None
+    path: PathLike, *, iteration: int | str | None = None, hf_config: PathLike | None = None
 ) -> Source:
     """Open a checkpoint of any supported format; reads metadata only.
 
@@ -50,7 +59,7 @@ def open_source(
         return hf_source(root)  # whose errors say what a checkpoint's folder looks like
     where = find_iteration(root, iteration)
     opener = torch_dist_source if where.format == "torch_dist" else torch_source
-    return opener(where, root, hf_config)
+    return opener(where, root, None if hf_config is None else Path(hf_config))
 
 
 def convert(src: PathLike, dst: PathLike, options: Options, bar: Bar | None = None) -> Report:
@@ -60,16 +69,19 @@ def convert(src: PathLike, dst: PathLike, options: Options, bar: Bar | None = No
     whatever happens `src` is left as it is.
     """
     began = time.monotonic()
+    if not isinstance(options, Options):
+        raise UsageError("convert takes convtools.Options", found=type(options).__name__)
     options.check()
     with joined_world() as world:
         with _collector_at_rest():
             source = open_source(src, iteration=options.iteration, hf_config=options.hf_config)
+            _check_use(source, options)
             dtypes, casts = wanted_dtypes(source, options)
+            source = recast_config(source, options)
             target = plan_target(source, options, dtypes)
             totals = verify(source, target)
-        seen = _Seen()
-        if not options.dry_run:
-            seen = _publish(Path(src), Path(dst), _Run(options, source, target, world, bar))
+        run = _Run(options, source, target, world, bar)
+        seen = (_rehearse if options.dry_run else _publish)(Path(src), Path(dst), run)
         seconds = time.monotonic() - began
         return report(source, target, options, Path(dst), totals, casts, seen.padding, seen.notes, seconds)
 
@@ -97,6 +109,16 @@ class _Seen(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+def _check_use(source: Source, options: Options) -> None:
+    """Raise UsageError for a choice that this source has no use for."""
+    if source.format == "hf" and options.hf_config is not None:
+        raise UsageError(
+            "--hf-config is for a Megatron source", fix="leave it out: the source has its config.json"
+        )
+    if source.format == "hf" and options.to == "hf" and options.iteration is not None:
+        raise UsageError("--iteration means nothing between HF checkpoints", fix="leave it out")
+
+
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
     """A plan is a million small values without cycles: looking for some takes longer than making them."""
@@ -109,23 +131,51 @@ def _collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
+def _rehearse(src: Path, dst: Path, run: _Run) -> _Seen:
+    """All that can be known without writing: whether `dst` may be written and has room, and the padding."""
+    _staging(dst, src, run).check()
+    notes: tuple[str, ...] = ()
+    try:
+        check_space(dst, run.target.nbytes)
+    except StorageError as error:
+        notes = (f"{error.what}: {error.expected} needed, {error.found}",)
+    workers, stop = run.options.workers, run.world.stop
+    runner = Runner(run.source, None, workers=workers, progress=lambda _: None, stop=stop)
+    try:
+        return _Seen(tuple(runner.padding(run.source.padding)), notes)
+    finally:
+        runner.close()
+
+
+def _agree(run: _Run) -> None:
+    """Raise StorageError unless every rank has made the same plan."""
+    plan = repr([(f.path, f.nbytes) for f in run.target.files]).encode()
+    digests = run.world.gather("plan", hashlib.sha256(plan).hexdigest())
+    other = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if other:
+        raise StorageError(
+            f"ranks {capped(other)} have made another plan than rank 0",
+            fix="all ranks must see the same source, options and convtools",
+        )
+
+
 def _publish(src: Path, dst: Path, run: _Run) -> _Seen:
     options, target, world = run.options, run.target, run.world
+    _agree(run)
     if world.rank:
         path, token = world.share("staging")
         joined = join(path, token, fsync=options.fsync)
         for file in run.share:
             joined.file(file.path)  # it is this rank that brings the file to disk
         return _Seen(_work(joined, run))
-    with Staging(
-        dst, src=[src], overwrite=options.overwrite, replaceable=_not_a_checkpoint, fsync=options.fsync
-    ) as staging:
+    with _staging(dst, src, run) as staging:
         check_space(staging.path, target.nbytes)
         make_files(target.files, staging)
         world.share("staging", [str(staging.path), staging.token])
         padding = _work(staging, run)
         write_side_files(target.side_files, staging)
         world.raise_fault()
+        check_files(target.files, staging)
         staging.commit(last={f.path: f.content for f in target.last if isinstance(f.content, bytes)})
         return _Seen(padding, tuple(f"left as it is, for you to look at: {p}" for p in staging.left_alone))
 
@@ -141,8 +191,9 @@ def _work(staging: Joined, run: _Run) -> tuple[PaddingFound, ...]:
             runner.check_duplicates(source.duplicates[world.rank :: world.size])
             padding = runner.padding(source.padding[world.rank :: world.size])
             runner.write(share, staging)
-        except BaseException:
+        except BaseException as error:
             world.raise_fault()  # the reason, where this rank only stopped because another did
+            world.fail(error)  # before what the others write to is taken away
             raise
         finally:
             runner.close()
@@ -152,15 +203,29 @@ def _work(staging: Joined, run: _Run) -> tuple[PaddingFound, ...]:
     return tuple(PaddingFound(*p) for ranks in reports for p in ranks)
 
 
-def _not_a_checkpoint(path: Path) -> str | None:
-    """Why a folder may not be replaced; None for a checkpoint."""
-    return None if is_hf(path) or is_megatron(path) else "it does not look like a checkpoint"
+def _replaceable(target: Target) -> Callable[[Path], str | None]:
+    """Says why a folder may not be replaced; None for a checkpoint whose iterations are all written anew."""
+
+    def reason(path: Path) -> str | None:
+        if not is_hf(path) and not is_megatron(path):
+            return "it does not look like a checkpoint"
+        written = {file.path.split("/")[0] for file in target.files}
+        others = [name for name in iterations(path) if name not in written]
+        return f"it holds other iterations, which would be lost: {capped(others)}" if others else None
+
+    return reason
+
+
+def _staging(dst: Path, src: Path, run: _Run) -> Staging:
+    options = run.options
+    allowed = _replaceable(run.target)
+    return Staging(dst, src=[src], overwrite=options.overwrite, replaceable=allowed, fsync=options.fsync)
 
 
 def plan_target(source: Source, options: Options, dtypes: dict[str, str]) -> Target:
     """Plan the target that the options ask for. Raises ParallelError, AccountingError, UsageError."""
     if options.to == "hf":
-        return hf_target(source, dtypes, max_shard_size=options.max_shard_size)
+        return hf_target(source, dtypes, max_shard_size=options.shard_nbytes)
     choices = MegatronChoices(
         layout=_layout(source, options),
         divisible_by=options.make_vocab_size_divisible_by,
@@ -171,7 +236,7 @@ def plan_target(source: Source, options: Options, dtypes: dict[str, str]) -> Tar
     )
     if options.to == "torch":
         return torch_target(source, dtypes, choices)
-    return torch_dist_target(source, dtypes, choices, max_shard_size=options.max_shard_size)
+    return torch_dist_target(source, dtypes, choices, max_shard_size=options.shard_nbytes)
 
 
 def _iteration(source: Source, options: Options) -> int | str:

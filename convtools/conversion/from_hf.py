@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from convtools.conversion.megatron_target import SPELLING_FILE
 from convtools.conversion.source import Duplicate, LeftOut, Source, account
 from convtools.families.registry import Model, find_family
 from convtools.stores.encodings import refuse_encodings
@@ -32,14 +33,16 @@ def hf_source(root: Path) -> Source:
         hf=dict(table.hf),
         table=table,
         left_out=(
+            *(LeftOut(n, "a note of convtools' own") for n in store.side_files if n == SPELLING_FILE),
             *(LeftOut(name, reason) for name, reason in store.unread_files),
             *(
                 LeftOut(f"{name} in {file}", "the index does not assign it there")
                 for name, file in store.stray_tensors
             ),
         ),
+        notes=model.notes(),
         duplicates=tuple(Duplicate(copy.of, copy.name) for copy in model.copies()),
         side_root=root,
-        side_files=store.side_files,
+        side_files=tuple(n for n in store.side_files if n != SPELLING_FILE),
         config_bytes=store.config_bytes,
     )

@@ -17,7 +17,8 @@ from convtools.stores.base import StoredTensor
 from convtools.stores.megatron_dir import IterationDir
 from convtools.stores.torch_legacy import LegacyCheckpoint, open_torch_legacy
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+EXTRA_STATE = "Transformer Engine's extra state, empty for bf16"
+_LAYER = re.compile(r"decoder\.layers\.([0-9]{1,6})\.")
 
 
 def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Source:
@@ -43,6 +44,7 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
     tensors: dict[str, StoredTensor] = {}
     pieces: list[Piece] = []
     kept: dict[tuple[str, int], str] = {}
+    leaders: dict[str, str] = {}
     duplicates: list[Duplicate] = []
     left_out = [LeftOut(*item) for item in store.left_out]
     padding: list[Padding] = []
@@ -50,7 +52,9 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
         stored, label = _chunk(store, rank)
         for name, tensor in stored.items():
             if name.endswith("_extra_state"):
-                left_out.append(LeftOut(f"{label}/{name}", "Transformer Engine's extra state"))
+                left_out.append(
+                    LeftOut(f"{label}/{name}", "Transformer Engine's extra state, empty for bf16")
+                )
             else:
                 found[f"{label}/{name}"] = tensor.shape
         for held in place.held(rank):
@@ -60,6 +64,14 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
             if name not in stored:
                 continue
             tensors[key] = stored[name]
+            leader = leaders.setdefault(held.param.name, key)
+            if tensors[leader].dtype != stored[name].dtype:
+                raise AccountingError(
+                    f"the ranks hold `{held.param.name}` in different dtypes",
+                    expected=f"one dtype; `{leader}` is {tensors[leader].dtype}",
+                    found=f"`{key}` is {stored[name].dtype}",
+                    fix="save the checkpoint again from one run, in one dtype a tensor",
+                )
             first = kept.setdefault((held.param.name, held.shard), key)
             if first != key:
                 duplicates.append(Duplicate(first, key))
@@ -84,7 +96,7 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
         side_root=side.root,
         side_files=side.files,
         config_bytes=side.config_bytes,
-        notes=(f"config.json: {side.origin}",),
+        notes=(f"config.json: {side.origin}", *model.notes()),
         iteration=where.iteration,
         args=store.args,
         layout=layout,
@@ -120,18 +132,21 @@ def _layout(store: LegacyCheckpoint, num_layers: int) -> ParallelLayout:
         raise CheckpointError(
             "args give a strange expert_tensor_parallel_size", where=store.root, found=repr(etp)[:60]
         )
-    counts = []
+    counts: list[int] = []
+    highest: list[str] = []
     for v in range(store.pp * store.chunks):
         chunk, pp = divmod(v, store.pp)
         tensors = store.ranks[0, pp, 0][chunk]
         local = {int(m[1]) for name in tensors if (m := _LAYER.match(name))}
+        if max(local, default=-1) >= max(counts, default=0):
+            highest = [f"`{n}`" for n in tensors if (m := _LAYER.match(n)) and int(m[1]) == max(local)]
         counts.append(max(local, default=-1) + 1)
     if sum(counts) != num_layers:
         raise AccountingError(
             "the pipeline stages do not add up to the model",
             where=store.root,
             expected=f"{num_layers} layers",
-            found=f"{sum(counts)} ({capped(counts, 32)} a stage)",
+            found=f"{sum(counts)} ({capped(counts, 32)} a stage); the highest: {capped(highest, 4)}",
             fix="the files of a stage are missing, or the config belongs to another model",
         )
     starts = [sum(counts[:v]) for v in range(len(counts))]

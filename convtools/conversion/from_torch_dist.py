@@ -14,7 +14,7 @@ from convtools.layout.piece import Piece
 from convtools.stores.megatron_dir import IterationDir
 from convtools.stores.torch_dist import DistCheckpoint, open_torch_dist
 
-EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer[._]")
 _STATE = (
@@ -52,6 +52,13 @@ def torch_dist_source(where: IterationDir, root: Path, hf_config: Path | None) -
             found=keys[EMBEDDING][0],
             fix="pass the --hf-config that belongs to this checkpoint",
         )
+    if OUTPUT in keys and keys[OUTPUT][:1] != keys[EMBEDDING][:1]:
+        raise AccountingError(
+            f"`{EMBEDDING}` and `{OUTPUT}` differ in their rows",
+            where=where.path,
+            found=f"{list(keys[EMBEDDING])} and {list(keys[OUTPUT])}",
+            fix="both are padded to one vocabulary: the checkpoint is damaged",
+        )
     table = model.table(keys[EMBEDDING][0])
     table.check()
     forms = resolve(table, keys, spec.num_layers)
@@ -73,7 +80,7 @@ def torch_dist_source(where: IterationDir, root: Path, hf_config: Path | None) -
         side_root=side.root,
         side_files=side.files,
         config_bytes=side.config_bytes,
-        notes=(f"config.json: {side.origin}",),
+        notes=(f"config.json: {side.origin}", *model.notes()),
         iteration=where.iteration,
         args=store.args,
     )

@@ -1,7 +1,7 @@
 """Where a Megatron checkpoint's config.json comes from, and how its Hugging Face side is spelled."""
 
 import json
-from dataclasses import fields
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +9,9 @@ from convtools.conversion.megatron_target import SPELLING_FILE
 from convtools.errors import CheckpointError, ConfigError
 from convtools.families.registry import Family, families, find_family, load_family
 from convtools.stores.hf import read_config, side_files
+from convtools.stores.json_file import read_json
+from convtools.stores.names import tick
+from convtools.stores.regular_file import open_regular
 
 _RUN_CONFIG_NBYTES = 20_000_000
 
@@ -36,18 +39,19 @@ def hf_side(folder: Path, hf_config: Path | None, args: dict[str, Any], shapes: 
     Raises ConfigError, listing what could not be derived.
     """
     kept = folder / "hf"
-    if hf_config is not None or (kept / "config.json").is_file():
+    if kept.is_symlink():
+        raise CheckpointError("`hf` is a link: it may lead anywhere, and is not followed", where=kept)
+    if hf_config is not None or os.path.lexists(kept):
         root = hf_config if hf_config is not None else kept
         if hf_config is not None and root.is_file():
             root = root.parent
         config_bytes, config = read_config(root)
         names = tuple(n for n in side_files(root) if n != SPELLING_FILE)
+        origin = f"--hf-config {hf_config}" if hf_config is not None else f"kept in {folder.name}/hf"
         note = _note(kept / SPELLING_FILE) if hf_config is None else None
-        return HFSide(
-            config, config_bytes, find_family(config), root, names, note, f"{root.name}/config.json"
-        )
+        return HFSide(config, config_bytes, find_family(config), root, names, note, origin)
     run_config = folder / "run_config.yaml"
-    if run_config.is_file():
+    if os.path.lexists(run_config):
         model = _read_yaml(run_config).get("model")
         if not isinstance(model, dict):
             raise CheckpointError("run_config.yaml has no `model` section", where=run_config)
@@ -73,17 +77,10 @@ def _derived(args: dict[str, Any], shapes: Shapes, origin: str) -> HFSide:
 
 
 def _note(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
-    if path.stat().st_size > 100_000:
-        raise CheckpointError("the note of the Hugging Face spelling is too large", where=path)
-    try:
-        note = json.loads(path.read_bytes())
-        spelling = note["spelling"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"the note of the Hugging Face spelling is damaged: {error}", where=path
-        ) from None
+    _, note = read_json(path, 100_000, constants=False)
+    spelling = note.get("spelling")
     if note.get("version") != 1 or not isinstance(spelling, dict):
         raise CheckpointError("the note of the Hugging Face spelling has an unknown version", where=path)
     return spelling
@@ -93,20 +90,23 @@ def spelled(default: Any, note: dict[str, Any] | None) -> Any:
     """The family's spelling with the fields of a note; raises CheckpointError for strange ones."""
     if note is None:
         return default
-    known = {f.name for f in fields(default)}
-    odd = [k for k, v in note.items() if k not in known or not (v is None or isinstance(v, str | bool | int))]
-    if odd:
+    try:
+        return type(default)(**note)
+    except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the note of the Hugging Face spelling has strange fields: {', '.join(map(str, odd))}"
-        )
-    return type(default)(**note)
+            f"the note of the Hugging Face spelling (hf/{SPELLING_FILE}) is damaged: {tick(str(error))}",
+            fix="remove the note to use the published spelling",
+        ) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
-    if path.stat().st_size > _RUN_CONFIG_NBYTES:
-        raise CheckpointError("run_config.yaml is too large to be one", where=path)
+    file, size = open_regular(path)
+    with file:
+        if size > _RUN_CONFIG_NBYTES:
+            raise CheckpointError("run_config.yaml is too large to be one", where=path)
+        data = file.read(_RUN_CONFIG_NBYTES)
 
     class Inert(yaml.SafeLoader):
         """Knows plain values only."""
@@ -114,9 +114,34 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     # Python objects in the file (enums, dtypes, partials) become None: nothing of them is built.
     Inert.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
     try:
-        found = yaml.load(path.read_bytes(), Loader=Inert)
-    except yaml.YAMLError as error:
-        raise CheckpointError(f"run_config.yaml cannot be read: {error}", where=path) from None
+        found = yaml.load(data, Loader=Inert)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"run_config.yaml cannot be read: {tick(str(error))}", where=path) from None
     if not isinstance(found, dict):
         raise CheckpointError("run_config.yaml is not a mapping", where=path)
-    return found
+    plain = _without_aliases(found)
+    if plain is None:
+        raise CheckpointError("run_config.yaml unfolds into far more values than it holds", where=path)
+    return plain
+
+
+def _without_aliases(found: dict[str, Any]) -> dict[str, Any] | None:
+    """The same as a tree; None where aliases make it larger than any real run_config is."""
+    left = 100_000
+
+    def walk(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > 50:
+            raise OverflowError
+        if isinstance(value, dict):
+            return {str(k): walk(v, depth + 1) for k, v in value.items()}
+        if isinstance(value, list | tuple | set):
+            return [walk(v, depth + 1) for v in value]
+        return value
+
+    try:
+        plain: dict[str, Any] = walk(found, 0)
+    except OverflowError:
+        return None
+    return plain

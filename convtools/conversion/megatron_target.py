@@ -12,9 +12,12 @@ from convtools.families.table import Table
 from convtools.layout.parallel import ParallelLayout
 from convtools.layout.region import Region
 from convtools.stores.base import TORCH_DTYPE
+from convtools.stores.pickle_write import torch_dtype
 
 SPELLING_FILE = ".convtools.json"
 """Beside the kept config.json: how the Hugging Face side spells its names."""
+_DTYPES = {f"torch.{name}": torch_dtype(dtype) for dtype, name in TORCH_DTYPE.items()}
+"""What a dtype that was read from args is written as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,11 @@ def param_dtypes(table: Table, dtypes: dict[str, str]) -> dict[str, str]:
 def megatron_args(
     source: Source, table: Table, choices: MegatronChoices, dtypes: dict[str, str]
 ) -> dict[str, Any]:
-    """`args` as `--use-checkpoint-args` reads it: plain values only."""
+    """`args` as `--use-checkpoint-args` reads it: plain values and torch dtypes only."""
     model, layout = source.model, choices.layout or ParallelLayout()
-    kept = {k: v for k, v in source.args.items() if _plain(v)}
-    args = kept | model.family.megatron_args(model.config, model.spec)
+    kept = {k: _DTYPES.get(v, v) if isinstance(v, str) else v for k, v in source.args.items() if _plain(v)}
+    told = model.family.megatron_args(model.config, model.spec, model.spelling)
+    args = kept | {k: v for k, v in told.items() if v is not None or k not in kept}
     if choices.mcore < (0, 18) and "hybrid_layer_pattern" in args:
         args["hybrid_override_pattern"] = str(args.pop("hybrid_layer_pattern")).split("/")[0]
     params_dtype = dtypes[next(iter(source.hf))]
@@ -107,10 +111,12 @@ def megatron_args(
         "moe_grouped_gemm": choices.grouped_experts,
         "bf16": params_dtype == "BF16",
         "fp16": params_dtype == "F16",
-        "params_dtype": f"torch.{TORCH_DTYPE[params_dtype]}",
+        "params_dtype": torch_dtype(params_dtype),
         "iteration": choices.iteration if isinstance(choices.iteration, int) else 0,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
+        "no_save_optim": True,
+        "no_save_rng": True,  # else Megatron's loader asks for the state that is not there
     }
 
 

@@ -1,10 +1,11 @@
 """What a user asks of a conversion, checked before anything is read."""
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from convtools.codecs.cast import FLOATS
 from convtools.errors import UsageError
+from convtools.stores.hf_write import parse_size
 
 FORMATS = ("hf", "torch_dist", "torch")
 
@@ -28,9 +29,10 @@ class Options:
     """`grouped` or `sequential`: names of experts in the legacy format."""
     mcore_version: str = "0.19"
     """The megatron-core that will load a legacy checkpoint: names in memory changed in 0.19."""
-    hf_config: Path | None = None
-    max_shard_size: int = 5_000_000_000
-    """Bytes of tensors a file, for HF and for `torch_dist` without a layout."""
+    hf_config: str | os.PathLike[str] | None = None
+    """Folder with config.json (tokenizer, ...) for a Megatron source, before what the source itself keeps."""
+    max_shard_size: int | str = 5_000_000_000
+    """Bytes of tensors a file (or such as "5GB"), for HF and for `torch_dist` without a layout."""
     dtype: str | None = None
     """`bf16`, `fp16`, `fp32` or `fp64`: cast all but what Megatron keeps in fp32."""
     dtype_fp32_only: bool = False
@@ -43,24 +45,48 @@ class Options:
     overwrite: bool = False
     dry_run: bool = False
 
+    def __post_init__(self) -> None:
+        iteration = self.iteration
+        if (
+            isinstance(iteration, str)
+            and iteration.isdecimal()
+            and iteration.isascii()
+            and len(iteration) < 20
+        ):
+            object.__setattr__(self, "iteration", int(iteration))
+        object.__setattr__(self, "max_shard_size", parse_size(self.max_shard_size))
+
     def check(self) -> None:
         """Raise UsageError for a choice that cannot be served."""
         if self.to not in FORMATS:
             raise UsageError(f"--to {self.to} is no format", expected=", ".join(FORMATS))
+        idle = [
+            name
+            for name, given in (
+                ("--expert-layout", self.expert_layout != "grouped" and self.to == "hf"),
+                ("--padded-vocab-size", self.padded_vocab_size is not None and self.to == "hf"),
+                ("--dtype-fp32-only", self.dtype_fp32_only and self.dtype is None),
+            )
+            if given
+        ]
+        if idle:
+            raise UsageError(
+                f"{idle[0]} means nothing here", fix="leave it out, or see what it goes with in --help"
+            )
         for name in ("tp", "pp", "ep", "etp", "make_vocab_size_divisible_by", "padded_vocab_size", "workers"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value < 2**31:
+            if value is not None and (type(value) is not int or not 1 <= value < 2**31):
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not a positive number")
         if self.to == "hf" and any((self.tp, self.pp, self.ep, self.etp)):
             raise UsageError(
                 "an HF checkpoint has no parallel layout", fix="leave out --tp, --pp, --ep and --etp"
             )
-        if (isinstance(self.iteration, int) and self.iteration < 1) or (
+        if (isinstance(self.iteration, int) and not 1 <= self.iteration < 2**31) or (
             self.iteration not in (None, "release") and not isinstance(self.iteration, int)
         ):
             raise UsageError(
                 f"--iteration {self.iteration} is none that Megatron loads",
-                expected="a number from 1, or `release`",
+                expected=f"a number from 1 to {2**31 - 1}, or `release`",
             )
         if self.dtype is not None and self.dtype not in FLOATS:
             raise UsageError(f"--dtype {self.dtype} is not known", expected=", ".join(FLOATS))
@@ -71,11 +97,19 @@ class Options:
     def mcore(self) -> tuple[int, int]:
         """`mcore_version` as numbers. Raises UsageError."""
         parts = self.mcore_version.removeprefix("core_v").removeprefix("v").split(".")
-        if len(parts) < 2 or not all(p.isdecimal() for p in parts[:2]):
+        if len(parts) < 2 or not all(p.isdecimal() and len(p) < 5 for p in parts[:2]):
             raise UsageError(
                 f"--mcore-version {self.mcore_version} is no version", expected="such as 0.16 or 0.19.2"
             )
-        return int(parts[0]), int(parts[1])
+        version = int(parts[0]), int(parts[1])
+        if version < (0, 12):
+            raise UsageError(f"--mcore-version {self.mcore_version} is too old", expected="0.12 or later")
+        return version
+
+    @property
+    def shard_nbytes(self) -> int:
+        """`max_shard_size` as a number."""
+        return int(self.max_shard_size)
 
     @property
     def has_layout(self) -> bool:

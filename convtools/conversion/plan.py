@@ -39,6 +39,8 @@ class Target:
     """Rows of vocabulary padding, by name of payload: written as zeros."""
     padded_vocab: int | None = None
     """Rows of embedding and head, vocabulary padding included; None on the HF side."""
+    iteration: int | str | None = None
+    """Which iteration is written, on the Megatron side."""
     side_files: tuple[SideFile, ...] = ()
     last: tuple[SideFile, ...] = ()
     """Files that make the whole a checkpoint: written when all else is on disk."""

@@ -47,6 +47,7 @@ class Report:
     family: str
     pattern: str
     iteration: int | str | None
+    """The one written, for a Megatron target; else the one read."""
     layout: dict[str, int] | None
     padded_vocab: int | None
     hf_tensors: int
@@ -108,7 +109,7 @@ def report(
         target_format=target.format,
         family=source.model.family.NAME,
         pattern=source.model.spec.text,
-        iteration=source.iteration,
+        iteration=source.iteration if target.iteration is None else target.iteration,
         layout=layout,
         padded_vocab=target.padded_vocab,
         hf_tensors=len(source.hf),

@@ -3,25 +3,27 @@
 import os
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convtools.codecs.cast import cast
+from convtools.codecs.cast import cast, overflows
 from convtools.conversion.plan import Resolver, SideFile, Target
 from convtools.conversion.source import Duplicate, Padding, Source
 from convtools.disk import writing
-from convtools.errors import AccountingError
+from convtools.errors import AccountingError, CheckpointError, StorageError
 from convtools.layout.piece import block
 from convtools.layout.plan import move, slabs
 from convtools.layout.region import Region
 from convtools.staging import Joined
 from convtools.stores.base import DTYPE_NBYTES, FilePlan, Payload
 from convtools.stores.move import SLAB, Gather, Mover, Unit, write_all
+from convtools.stores.regular_file import open_regular
 
-_JOB_NBYTES = 256 << 20
+_JOB_NBYTES = 64 << 20
 _JOB_PARTS = 2000
 
 Progress = Callable[[int], None]
@@ -47,7 +49,13 @@ class Runner:
     """Runs the parts of a plan on threads; each thread reuses one buffer and its own descriptors."""
 
     def __init__(
-        self, source: Source, resolver: Resolver, *, workers: int, progress: Progress, stop: threading.Event
+        self,
+        source: Source,
+        resolver: Resolver | None,
+        *,
+        workers: int,
+        progress: Progress,
+        stop: threading.Event,
     ) -> None:
         self._source, self._resolver, self._progress, self._stop = source, resolver, progress, stop
         self._workers = workers
@@ -92,10 +100,19 @@ class Runner:
     def _mover(self) -> Mover:
         mover: Mover | None = getattr(self._local, "mover", None)
         if mover is None:
-            mover = self._local.mover = Mover(self._progress, cast, self._stop)
+            mover = self._local.mover = Mover(self._progress, self._cast, self._stop)
             with self._lock:
                 self._movers.append(mover)
         return mover
+
+    def _cast(self, data: memoryview, src: str, dst: str) -> memoryview:
+        out: memoryview = cast(data, src, dst)
+        if lost := overflows(data, src, out, dst):
+            raise AccountingError(
+                f"`{self._local.name}`: {lost} numbers are too large for {dst} and would become infinite",
+                fix="choose a --dtype with a wider range (bf16, fp32)",
+            )
+        return out
 
     def _write(self, job: _Job) -> None:
         mover = self._mover()
@@ -103,6 +120,7 @@ class Runner:
             self._write_parts(mover, job)
 
     def _write_parts(self, mover: Mover, job: _Job) -> None:
+        assert self._resolver is not None, "to write, a runner must know what comes from where"
         fd = os.open(job.file, os.O_WRONLY | os.O_CLOEXEC)
         try:
             at, literal = job.offset, bytearray()
@@ -114,6 +132,7 @@ class Runner:
                 if literal:
                     write_all(fd, bytes(literal), at - len(literal))
                     literal.clear()
+                self._local.name = part.name
                 for unit in self._resolver.units(part, at):
                     mover.run(fd, unit)
                 at += part.nbytes
@@ -166,6 +185,20 @@ def make_files(files: Iterable[FilePlan], staging: Joined) -> None:
             f.truncate(file.nbytes)
 
 
+def check_files(files: Iterable[FilePlan], staging: Joined) -> None:
+    """Raise StorageError unless every file is there, as long as planned."""
+    for file in files:
+        path = staging.path / file.path
+        found = path.stat().st_size if path.is_file() else None
+        if found != file.nbytes:
+            raise StorageError(
+                f"`{path}` was changed by another process while it was written",
+                expected=f"{file.nbytes} bytes",
+                found="nothing there" if found is None else f"{found} bytes",
+                fix="run it again",
+            )
+
+
 def write_side_files(files: Iterable[SideFile], staging: Joined) -> None:
     """Write small files, and copy the ones that come from a folder."""
     for file in files:
@@ -173,23 +206,35 @@ def write_side_files(files: Iterable[SideFile], staging: Joined) -> None:
             if isinstance(file.content, bytes):
                 f.write(file.content)
             else:
-                with open(file.content, "rb") as source:
+                source, size = open_regular(file.content)
+                with source:
                     shutil.copyfileobj(source, f, 1 << 20)
+                    if f.tell() != size or os.fstat(source.fileno()).st_size != size:
+                        raise CheckpointError("the file changed while it was copied", where=file.content)
 
 
 def _jobs(files: Iterable[FilePlan], staging: Joined) -> Iterator[_Job]:
-    root = staging.path
-    for file in files:
-        start = at = 0
-        parts: list[bytes | Payload] = []
-        for part in file.parts:
-            parts.append(part)
-            at += len(part) if isinstance(part, bytes) else part.nbytes
-            if at - start >= _JOB_NBYTES or len(parts) >= _JOB_PARTS:
-                yield _Job(root / file.path, start, tuple(parts))
-                start, parts = at, []
-        if parts:
+    """Jobs of all files in turn: threads that write to one file wait for each other."""
+    waiting = deque(_jobs_of(file, staging.path) for file in files)
+    while waiting:
+        turn = waiting.popleft()
+        job = next(turn, None)
+        if job is not None:
+            waiting.append(turn)
+            yield job
+
+
+def _jobs_of(file: FilePlan, root: Path) -> Iterator[_Job]:
+    start = at = 0
+    parts: list[bytes | Payload] = []
+    for part in file.parts:
+        parts.append(part)
+        at += len(part) if isinstance(part, bytes) else part.nbytes
+        if at - start >= _JOB_NBYTES or len(parts) >= _JOB_PARTS:
             yield _Job(root / file.path, start, tuple(parts))
+            start, parts = at, []
+    if parts:
+        yield _Job(root / file.path, start, tuple(parts))
 
 
 def file_shares(target: Target, world: int) -> list[list[FilePlan]]:

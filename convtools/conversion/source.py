@@ -73,12 +73,14 @@ class Source:
         if self.to_hf is None:
             return {name: self.tensors[name].dtype for name in self.hf}
         found: dict[str, str] = {}
+        first: dict[str, str] = {}
         for piece in self.to_hf.pieces:
             dtype = self.tensors[piece.a].dtype
+            first.setdefault(piece.b, piece.a)
             if found.setdefault(piece.b, dtype) != dtype:
                 raise AccountingError(
                     f"`{piece.b}` is stored in parts of different dtypes",
-                    expected=f"one dtype; others are {found[piece.b]}",
+                    expected=f"one dtype; `{first[piece.b]}` is {found[piece.b]}",
                     found=f"`{piece.a}` is {dtype}",
                     fix="save the checkpoint again from one run, in one dtype a tensor",
                 )

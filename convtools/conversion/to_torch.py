@@ -28,9 +28,9 @@ from convtools.stores.torch_legacy import FILE, rank_folder
 def torch_target(source: Source, dtypes: dict[str, str], choices: MegatronChoices) -> Target:
     """Plan every rank's `model_optim_rng.pt`. Raises ParallelError where the layout does not divide."""
     layout = choices.layout or ParallelLayout()
-    _check_names(layout)
     table = target_table(source, choices)
     place = Placement(table.params.values(), layout, tied=source.model.spec.tied)
+    _check_names(layout)
     dtype_of, fills = param_dtypes(table, dtypes), vocab_fills(table)
     args = megatron_args(source, table, choices, dtypes)
     style = MemoryStyle(choices.mcore, choices.grouped_experts)
@@ -65,6 +65,7 @@ def torch_target(source: Source, dtypes: dict[str, str], choices: MegatronChoice
         dtypes,
         fills=local_fills,
         padded_vocab=args["padded_vocab_size"],
+        iteration=choices.iteration,
         side_files=tuple(kept_hf_side(source, choices.folder)),
         last=(tracker(choices),),
     )

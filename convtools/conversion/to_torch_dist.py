@@ -13,6 +13,7 @@ from convtools.conversion.megatron_target import (
 )
 from convtools.conversion.plan import SideFile, Target
 from convtools.conversion.source import Source
+from convtools.errors import AccountingError
 from convtools.families.dist_keys import Form, extra_state, lead, written_form
 from convtools.families.rank_tensors import Placement
 from convtools.families.table import Param, Table
@@ -33,7 +34,9 @@ def torch_dist_target(
     forms = {name: written_form(p) for name, p in table.params.items()}
     shapes = {key: shape for form in forms.values() for key, shape in form.shapes.items()}
     keys = Mapping(shapes, table.mapping.a, tuple(p for form in forms.values() for p in form.pieces))
-    files = _files(table, forms, param_dtypes(table, dtypes), choices, max_shard_size)
+    param_dtype = param_dtypes(table, dtypes)
+    _check_keys(forms, param_dtype)
+    files = _files(table, forms, param_dtype, choices, max_shard_size)
     args = megatron_args(source, table, choices, dtypes)
     folder = choices.folder
     side = [
@@ -49,9 +52,25 @@ def torch_dist_target(
         dtypes,
         fills=vocab_fills(table),
         padded_vocab=args["padded_vocab_size"],
+        iteration=choices.iteration,
         side_files=tuple(side),
         last=(tracker(choices),),
     )
+
+
+def _check_keys(forms: dict[str, Form], dtypes: dict[str, str]) -> None:
+    """Raise AccountingError where parameters of several dtypes share a stacked key: a key has but one."""
+    first: dict[str, str] = {}
+    for name, form in forms.items():
+        for key in form.shapes:
+            other = first.setdefault(key, name)
+            if dtypes[other] != dtypes[name]:
+                raise AccountingError(
+                    f"`{key}` stacks tensors of different dtypes",
+                    expected=f"one dtype; `{other}` is {dtypes[other]}",
+                    found=f"`{name}` is {dtypes[name]}",
+                    fix="pass --dtype to cast all of them to one, or write --to torch",
+                )
 
 
 def _files(

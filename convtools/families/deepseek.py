@@ -16,7 +16,11 @@ from convtools.families.gpt import rope_theta
 from convtools.families.table import LAST, Block, Copy, Row, copied, norm, placed, rows as row_cut
 
 NAME = "deepseek"
-ARCHITECTURES = ("DeepseekV3ForCausalLM",)
+PROOF = {
+    "DeepseekV3ForCausalLM": "files of real Megatron and Megatron-Bridge",
+}
+"""What its tables were checked against, by architecture."""
+ARCHITECTURES = tuple(PROOF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,10 @@ class Spelling:
     prefix: str = "model."
     mtp_copies: bool = False
     """MTP layers that carry `embed_tokens` and `shared_head.head`, copies of the model's own."""
+
+    def __post_init__(self) -> None:
+        if self.prefix != "model." or type(self.mtp_copies) is not bool:
+            raise ValueError(f"no names of this family begin with {self.prefix!r}")
 
 
 def parse(config: Config) -> Spec:
@@ -106,14 +114,14 @@ def mcore_spelling(spec: Spec, mcore_names: Iterable[str]) -> Spelling:
 def rows(spec: Spec, spelling: Spelling, padded_vocab: int) -> Iterator[Row]:
     """The whole model, a row a Megatron parameter."""
     top, h = spelling.prefix, spec.hidden
-    vocab = {"vocab": spec.vocab, "padded": padded_vocab, "hidden": h}
-    yield embedding(f"{top}embed_tokens.weight", **vocab)
+    vocab, padded = spec.vocab, padded_vocab
+    yield embedding(f"{top}embed_tokens.weight", vocab=vocab, padded=padded, hidden=h)
     dense, moe = _layer(spec, moe=False), _layer(spec, moe=True)
     for i in range(spec.num_layers):
         for module, block in dense if i < spec.dense_layers else moe:
             yield from placed(block, f"decoder.layers.{i}.", f"{top}layers.{i}.{module}", i)
     yield from placed([norm("decoder.final_layernorm.weight", f"{top}norm.weight", h)], "", "", LAST)
-    yield head("lm_head.weight", **vocab)
+    yield head("lm_head.weight", vocab=vocab, padded=padded, hidden=h)
     for o in range(spec.mtp_depth):
         mcore, hf = f"mtp.layers.{o}.", f"{top}layers.{spec.num_layers + o}."
         entry = [
@@ -171,7 +179,7 @@ def _layer(spec: Spec, *, moe: bool) -> list[tuple[str, Block]]:
     return parts
 
 
-def megatron_args(config: Config, spec: Spec) -> dict[str, Any]:
+def megatron_args(config: Config, spec: Spec, spelling: Spelling) -> dict[str, Any]:
     """The part of Megatron's `args` that config.json decides."""
     sparse = spec.num_layers - spec.dense_layers
     return {

@@ -3,6 +3,7 @@
 A family file says how its config and its tensors are spelled; what they have in common is here.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from convtools.families.blocks.mlp import gated_mlp
 from convtools.families.blocks.moe import gated_experts, router
 from convtools.families.config import Config, Fields
 from convtools.families.table import LAST, Block, Copy, Row, norm, placed
+
+_PREFIX = re.compile(r"([a-z_]{1,32}\.){0,4}")
 
 GATED = ("gate_proj", "up_proj", "down_proj")
 
@@ -54,6 +57,14 @@ class Spelling:
     prefix: str = "model."
     head: bool = False
     """A tied model's file that holds `lm_head.weight` all the same."""
+
+    def __post_init__(self) -> None:
+        if (
+            not isinstance(self.prefix, str)
+            or not _PREFIX.fullmatch(self.prefix)
+            or type(self.head) is not bool
+        ):
+            raise ValueError(f"no names of this family begin with {self.prefix!r}")
 
 
 def base(f: Fields, **more: Any) -> Spec:
@@ -154,7 +165,7 @@ def rope_theta(config: Config) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def megatron_args(config: Config, spec: Spec) -> dict[str, Any]:
+def megatron_args(config: Config, spec: Spec, spelling: Spelling) -> dict[str, Any]:
     """The part of Megatron's `args` that config.json decides."""
     args: dict[str, Any] = {
         "num_layers": spec.num_layers, "hidden_size": spec.hidden, "ffn_hidden_size": spec.ffn,

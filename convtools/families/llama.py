@@ -18,12 +18,17 @@ from convtools.families.gpt import (
 )  # fmt: skip
 
 __all__ = [
-    "ARCHITECTURES", "NAME", "Spec", "Spelling",
+    "ARCHITECTURES", "NAME", "PROOF", "Spec", "Spelling",
     "copies", "hf_config", "mcore_spelling", "megatron_args", "parse", "rows", "spelling",
 ]  # fmt: skip
 
 NAME = "llama"
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+PROOF = {
+    "LlamaForCausalLM": "files of real Megatron and Megatron-Bridge",
+    "MistralForCausalLM": "the same table as Llama; no files of its own",
+}
+"""What its tables were checked against, by architecture."""
+ARCHITECTURES = tuple(PROOF)
 
 
 def parse(config: Config) -> Spec:

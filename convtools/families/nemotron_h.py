@@ -15,28 +15,23 @@ from convtools.families.blocks.mlp import mlp
 from convtools.families.blocks.moe import latent, routed_experts, router, shared_experts
 from convtools.families.blocks.mtp import hybrid_mtp
 from convtools.families.config import Config, Fields
+from convtools.families.hybrid_pattern import hybrid_pattern
 from convtools.families.nemotron_h_args import hf_config, megatron_args
 from convtools.families.table import LAST, Block, Copy, Row, norm, placed
 
 __all__ = [
-    "ARCHITECTURES", "NAME", "Spec", "Spelling",
+    "ARCHITECTURES", "NAME", "PROOF", "Spec", "Spelling",
     "copies", "hf_config", "mcore_spelling", "megatron_args", "parse", "rows", "spelling",
 ]  # fmt: skip
 
 NAME = "nemotron_h"
-ARCHITECTURES = ("NemotronHForCausalLM",)
-
-LETTER = {
-    "mamba": "M", "linear_attention": "M",
-    "attention": "*", "full_attention": "*",
-    "moe": "E",
-    "mlp": "-",
-}  # fmt: skip
-"""Layer words as NVIDIA and as newer transformers write them."""
-
+PROOF = {"NemotronHForCausalLM": "files of real Megatron and Megatron-Bridge"}
+ARCHITECTURES = tuple(PROOF)
 
 _MOST_LAYERS, _MOST_MTP, _MOST_EXPERTS, _MOST_TENSORS = 10_000, 64, 65_536, 1_000_000
 """Far above any model; a config that says more is damaged or hostile, and its table would not fit."""
+
+PREFIXES = ("backbone.", "model.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +86,19 @@ class Spelling:
     head: bool = False
     """A tied model's file that holds `lm_head.weight` all the same."""
 
+    def __post_init__(self) -> None:
+        if self.prefix not in PREFIXES or self.embedding not in ("embeddings.weight", "embedding.weight"):
+            raise ValueError(f"no names of this family begin with {self.prefix!r} and {self.embedding!r}")
+        if {type(self.stacked_experts), type(self.head)} != {bool} or self.mtp_layers not in (None, 1):
+            raise ValueError("stacked_experts and head are true or false, mtp_layers is null or 1")
+
 
 def parse(config: Config) -> Spec:
     """config.json -> Spec. Raises ConfigError naming every missing or contradictory field."""
     f = Fields(config)
-    pattern = _pattern(f, "hybrid_override_pattern", "layers_block_type", "layer_types")
+    pattern = hybrid_pattern(f, "hybrid_override_pattern", "layers_block_type", "layer_types")
     depth = f.size("num_nextn_predict_layers", default=0, least=0, most=_MOST_MTP)
-    mtp_pattern = _pattern(f, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if depth else ""
+    mtp_pattern = hybrid_pattern(f, "mtp_hybrid_override_pattern", "mtp_layers_block_type") if depth else ""
     if pattern and f.size("num_hidden_layers", default=len(pattern)) != len(pattern):
         f.refuse(
             f"`num_hidden_layers` is {config['num_hidden_layers']}, but the pattern has {len(pattern)} layers"
@@ -160,37 +161,13 @@ def _tensors(spec: Spec) -> int:
     return 2 * layers + 2 * spec.experts * sum(part.count("E") for part in kinds)
 
 
-def _pattern(f: Fields, text: str, *lists: str) -> str:
-    """The layers as letters, from a pattern string, a list of words, or both where they agree."""
-    found: dict[str, str] = {}
-    for name in (text, *lists):
-        value = f.config.get(name)
-        if value is None:
-            continue
-        if name == text:
-            letters = list(str(value).replace("|", ""))
-        elif isinstance(value, list):
-            letters = [LETTER.get(str(word), str(word)) for word in value]
-        else:
-            letters = []
-        strange = sorted({x for x in letters if x not in LETTER.values()})
-        if strange or not letters:
-            f.refuse(
-                f"`{name}` holds {capped(strange) or value!r}, expected {text} of M * E - or {sorted(LETTER)}"
-            )
-        found[name] = "".join(letters)
-    if len(set(found.values())) > 1:
-        f.refuse("contradiction: " + ", ".join(f"{name} says {p}" for name, p in found.items()))
-    if not found:
-        f.refuse(f"`{text}` is missing (also as {capped(lists)})")
-        return ""
-    return next(iter(found.values()))
-
-
 def spelling(spec: Spec, hf_names: Iterable[str]) -> Spelling:
     """How these Hugging Face names are spelled. Raises AccountingError where the prefix is unclear."""
     names = set(hf_names)
-    prefixes = [p for p in ("backbone.", "model.") if any(n.startswith(p) for n in names)]
+    found = {
+        tail: [p for p in PREFIXES if any(n.startswith(p + tail) for n in names)] for tail in ("layers.", "")
+    }
+    prefixes = found["layers."] or found[""]
     if len(prefixes) != 1:
         raise AccountingError(
             "the layers' prefix is unclear",
@@ -220,7 +197,7 @@ def _physical(spec: Spec, indices: Iterable[str], per_depth: int) -> int | None:
     """MTP depths with weights of their own: one where a repeated layer stands for all."""
     if spec.mtp_repeated is not None or spec.mtp_depth < 2:
         return None
-    held = max((int(i) for i in indices if i.isdecimal()), default=-1)
+    held = max((int(i) for i in indices if i.isdecimal() and len(i) < 8), default=-1)
     return 1 if held < per_depth else None
 
 

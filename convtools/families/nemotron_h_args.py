@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from convtools.families.config import Config
 
 if TYPE_CHECKING:
-    from convtools.families.nemotron_h import Spec
+    from convtools.families.nemotron_h import Spec, Spelling
 
 _SAME = (
     ("hidden_size", "hidden_size"),
@@ -53,9 +53,16 @@ _CONSTANT = {
     "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-4, "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "alltoall", "apply_layernorm_1p": False, "rotary_percent": 1.0,
     "add_position_embedding": True, "use_rotary_position_embeddings": False,
-    "apply_query_key_layer_scaling": False,
+    "apply_query_key_layer_scaling": False, "rotary_interleaved": False,
+    "moe_router_pre_softmax": False, "moe_layer_freq": 1,
 }  # fmt: skip
 """What Megatron must be told of every Nemotron-H model."""
+
+_FIXED = {k: _CONSTANT[k] for k in ("normalization", "position_embedding_type", "squared_relu", "swiglu")} | {
+    "add_bias_linear": False,
+    "moe_router_score_function": "sigmoid",
+}
+"""Of these, what args may not contradict."""
 
 _DERIVED = {
     "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "norm_topk_prob": True,
@@ -69,20 +76,24 @@ def _first(config: Config, name: str) -> Any:
     return next((config[n] for n in (name, *_ALSO.get(name, ())) if config.get(n) is not None), None)
 
 
-def megatron_args(config: Config, spec: "Spec") -> dict[str, Any]:
-    """The part of Megatron's `args` that config.json decides."""
+def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[str, Any]:
+    """The part of Megatron's `args` that config.json, and the depths that have weights, decide."""
+    # A config that is silent about it may still have weights for one depth only.
+    repeated = bool(spec.mtp_repeated) or (spec.mtp_depth > 1 and spelling.mtp_layers == 1)
     args = dict(_CONSTANT)
     args |= {mcore: _first(config, hf) for hf, mcore in _SAME}
     args |= {
         "num_layers": spec.num_layers,
         "vocab_size": spec.vocab,
+        "kv_channels": spec.head_dim or args["kv_channels"],
+        "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
         "seq_length": args["max_position_embeddings"],
         "layernorm_epsilon": args["norm_epsilon"],
         "hybrid_layer_pattern": spec.text,
         "hybrid_override_pattern": None,
         "mtp_hybrid_override_pattern": spec.mtp_pattern or None,
         "mtp_num_layers": spec.mtp_depth or None,
-        "mtp_use_repeated_layer": bool(spec.mtp_repeated),
+        "mtp_use_repeated_layer": repeated,
         "add_qkv_bias": spec.attention_bias,
         "untie_embeddings_and_output_weights": not spec.tied,
     }
@@ -118,6 +129,7 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
         config |= {"mtp_hybrid_override_pattern": mtp_pattern or None}
         if depth > 1:
             config["mtp_use_repeated_layer"] = bool(args.get("mtp_use_repeated_layer"))
+    wrong = [f"{k}={args[k]!r}, expected {v!r}" for k, v in _FIXED.items() if args.get(k) not in (None, v)]
     needed = [
         "vocab_size",
         "hidden_size",
@@ -141,4 +153,6 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
         ]
     if depth:
         needed += ["mtp_hybrid_override_pattern"]
-    return config, [name for name in needed if config.get(name) is None]
+    if args.get("num_layers") not in (None, len(pattern)):
+        wrong.append(f"num_layers={args['num_layers']!r}, but the pattern has {len(pattern)}")
+    return config, wrong + [name for name in needed if config.get(name) is None]

@@ -18,12 +18,18 @@ from convtools.families.gpt import (
 )  # fmt: skip
 
 __all__ = [
-    "ARCHITECTURES", "NAME", "Spec", "Spelling",
+    "ARCHITECTURES", "NAME", "PROOF", "Spec", "Spelling",
     "copies", "hf_config", "mcore_spelling", "megatron_args", "parse", "rows", "spelling",
 ]  # fmt: skip
 
 NAME = "qwen"
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+PROOF = {
+    "Qwen2ForCausalLM": "files of real Megatron and Megatron-Bridge",
+    "Qwen3ForCausalLM": "its parts are those of Qwen2 and Qwen3-MoE; no files of its own",
+    "Qwen3MoeForCausalLM": "files of real Megatron and Megatron-Bridge",
+}
+"""What its tables were checked against, by architecture."""
+ARCHITECTURES = tuple(PROOF)
 
 
 def parse(config: Config) -> Spec:

@@ -27,6 +27,8 @@ class Family(Protocol):
 
     NAME: str
     ARCHITECTURES: tuple[str, ...]
+    PROOF: dict[str, str]
+    """What its tables were checked against, by architecture."""
 
     def parse(self, config: Config) -> Any:
         """config.json -> Spec; raises ConfigError."""
@@ -43,8 +45,8 @@ class Family(Protocol):
     def copies(self, spec: Any, spelling: Any) -> tuple[Copy, ...]:
         """Hugging Face tensors that repeat another."""
 
-    def megatron_args(self, config: Config, spec: Any) -> dict[str, Any]:
-        """The part of Megatron's `args` that the config decides."""
+    def megatron_args(self, config: Config, spec: Any, spelling: Any) -> dict[str, Any]:
+        """The part of Megatron's `args` that the config, and what the checkpoint holds, decide."""
 
     def hf_config(self, args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Any], list[str]]:
         """(config.json derived from Megatron's args, what could not be derived)."""
@@ -63,6 +65,12 @@ class Model:
         """Every parameter and tensor, with the vocabulary padded to so many rows on the Megatron side."""
         return Table.of(self.family.rows(self.spec, self.spelling, padded_vocab))
 
+    def notes(self) -> tuple[str, ...]:
+        """What was inferred from names, for the report."""
+        if getattr(self.spelling, "mtp_layers", None) != 1:
+            return ()
+        return (f"one MTP layer's weights stand for all {self.spec.mtp_depth} depths, as the names show",)
+
     def copies(self) -> tuple[Copy, ...]:
         """Hugging Face tensors that repeat another, in this spelling."""
         return self.family.copies(self.spec, self.spelling)
@@ -72,7 +80,7 @@ def find_family(config: Config) -> Family:
     """The family of a config. Raises ConfigError, naming what is supported."""
     names = config.get("architectures") or [_MODEL_TYPE.get(str(config.get("model_type")), "")]
     for name in names if isinstance(names, list) else []:
-        if name in _MODULE:
+        if isinstance(name, str) and name in _MODULE:
             return import_module(f"convtools.families.{_MODULE[name]}")
     raise ConfigError(
         "no family in convtools knows this architecture",

@@ -38,6 +38,11 @@ def is_megatron(root: Path) -> bool:
     )
 
 
+def iterations(root: Path) -> list[str]:
+    """Folders of the iterations saved in `root`, in order."""
+    return sorted((n for n in _names(root) if _ITERATION.fullmatch(n) or n == "release"), key=_order)
+
+
 def find_iteration(root: Path, wanted: int | str | None = None) -> IterationDir:
     """The iteration that `wanted`, the tracker file, or the folder itself names.
 

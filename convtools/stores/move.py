@@ -22,6 +22,7 @@ SLAB = 8 << 20
 """Bytes of a destination that are gathered at once."""
 DIRECT = 64 << 10
 """Runs of at least so many bytes are copied by the kernel."""
+_BUFFER = 4 << 20  # what is read before it is written: it stays in the cache of a core
 _STEP = 64 << 20  # between two looks at progress and at a wish to stop
 _OPEN_FILES = 64
 
@@ -102,14 +103,17 @@ class Mover:
         """The elements of a unit, in its source dtype; valid until the next call."""
         size = DTYPE_NBYTES[unit.src_dtype]
         nbytes = unit.numel * size
-        if len(self._buffer) < nbytes:
-            self._buffer = bytearray(max(nbytes, SLAB))
-        view = memoryview(self._buffer)[:nbytes]
+        view = self._view(nbytes)
         if sum(g.move.numel for g in unit.gathers) != unit.numel:
             view[:] = bytes(nbytes)
         for g in unit.gathers:
             self._gather(g, size, view)
         return view
+
+    def _view(self, nbytes: int) -> memoryview:
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(max(nbytes, SLAB))
+        return memoryview(self._buffer)[:nbytes]
 
     def read(self, path: Path, offset: int, nbytes: int) -> bytes:
         """Bytes of a file."""
@@ -125,12 +129,16 @@ class Mover:
         while nbytes:
             if self._stop.is_set():
                 raise StorageError("stopped before the end")
+            # The kernel copies page by page: where pages do not line up, through a buffer is quicker,
+            # and lets one thread read while another one writes to the same file.
+            alike = (of - to) % mmap.PAGESIZE == 0
             step = min(nbytes, _STEP)
-            done = self._kernel_step(path, src, of, dst, to, step) if self._kernel_copy else 0
+            done = self._kernel_step(path, src, of, dst, to, step) if alike and self._kernel_copy else 0
             if not done:
-                data = read_exact(path, src, of, min(step, SLAB))
-                write_all(dst, data, to)
-                done = len(data)
+                done = min(nbytes, _BUFFER)
+                view = self._view(done)
+                _read_into(path, src, of, view)
+                write_all(dst, view, to)
             of, to, nbytes = of + done, to + done, nbytes - done
             self._progress(done)
 

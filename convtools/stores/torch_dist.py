@@ -1,6 +1,6 @@
 """Read Megatron's `torch_dist` format: `.metadata`, `.distcp` items, and the common state in either place."""
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from convtools.errors import CheckpointError
 from convtools.stores.base import StoredTensor
 from convtools.stores.dcp import DcpMetadata, open_tensors, read_metadata
 from convtools.stores.dcp_tensor import DcpTensor
+from convtools.stores.json_file import read_json
 from convtools.stores.pickles import plain
 from convtools.stores.torch_zip import read_archive
 
@@ -47,13 +48,8 @@ def open_torch_dist(path: Path) -> DistCheckpoint:
 
 
 def _check_backend(path: Path) -> None:
-    if not path.is_file() or path.stat().st_size > 1_000_000:
-        raise CheckpointError("metadata.json is no small file", where=path)
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"metadata.json is not JSON: {error}", where=path) from None
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    _, found = read_json(path, 1_000_000, constants=False)
+    backend = found.get("sharded_backend")
     if backend != "torch_dist":
         raise CheckpointError(
             "this is no torch_dist checkpoint",
@@ -67,7 +63,7 @@ def _check_backend(path: Path) -> None:
 def _args(path: Path, metadata: DcpMetadata) -> dict[str, Any]:
     """Core up to 0.18 writes `common.pt`, and later cores prefer it where it is there."""
     file = path / COMMON_FILE
-    if file.exists():
+    if os.path.lexists(file):
         where, value = f"{file}", read_archive(file).value
     elif COMMON_OBJECT in metadata.objects:
         name, offset, length = metadata.objects[COMMON_OBJECT]

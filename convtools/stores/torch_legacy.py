@@ -9,18 +9,28 @@ from typing import Any
 from convtools.errors import CheckpointError, capped
 from convtools.layout.region import Region
 from convtools.stores.base import Blob, StoredTensor
+from convtools.stores.names import tick
 from convtools.stores.pickles import plain
-from convtools.stores.torch_zip import TensorRef, read_archive
+from convtools.stores.torch_zip import Archive, TensorRef, read_archive
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_CHUNK = re.compile(r"model(\d*)")
+_CHUNK = re.compile(r"model([0-9]{0,4})")
 _STATE = {
     "optimizer": "optimizer state is not converted",
     "opt_param_scheduler": "optimizer state is not converted",
     "rng_state": "RNG state is not converted",
     "rerun_state_machine": "the rerun state machine is not converted",
 }
+
+_COUNTERS = {
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "content_metadata",
+}
+"""Small values that describe the save."""
 
 Rank = tuple[int, int, int]
 """(tp, pp, ep), as file names hold it."""
@@ -71,21 +81,21 @@ def open_torch_legacy(root: Path) -> LegacyCheckpoint:
         raise CheckpointError(
             "rank folders of different layouts lie side by side", where=root, found=capped(found)
         )
+    _check_alike(files, first, root)
     ranks: dict[Rank, tuple[dict[str, StoredTensor], ...]] = {}
     left_out: list[tuple[str, str]] = []
-    for t in range(tp):
-        for p in range(pp):
-            for e in range(ep):
-                name = rank_folder(t, p, e, pp_size=pp, ep_size=ep)
-                if name in files:
-                    ranks[t, p, e] = _chunks(files.pop(name).value, root / name / FILE, name, left_out)
-    if files:
-        raise CheckpointError(
-            f"`{next(iter(files))}` is no rank of this layout",
-            where=root,
-            expected=f"the ranks of tp={tp} pp={pp} ep={ep}, as args say",
-            found=capped(found),
-        )
+    for name, match in sorted(found.items()):
+        t, *rest = (int(part) for part in match.groups() if part is not None)
+        p = rest.pop(0) if pp > 1 and rest else 0
+        e = rest.pop(0) if ep > 1 and rest else 0
+        if rest or max(t - tp, p - pp, e - ep) >= 0 or name != rank_folder(t, p, e, pp_size=pp, ep_size=ep):
+            raise CheckpointError(
+                f"`{name}` is no rank of this layout",
+                where=root,
+                expected=f"the ranks of tp={tp} pp={pp} ep={ep}, as args say",
+                found=capped(found),
+            )
+        ranks[t, p, e] = _chunks(files[name].value, root / name / FILE, name, left_out)
     for axis, size, index in (("tp", tp, 0), ("pp", pp, 1), ("ep", ep, 2)):
         missing = set(range(size)) - {rank[index] for rank in ranks}
         if missing:
@@ -94,12 +104,44 @@ def open_torch_legacy(root: Path) -> LegacyCheckpoint:
                 where=root,
                 expected=f"{axis}={size}, as args say",
             )
+    stage = {(t, e) for t, _, e in ranks}
+    lost = sorted((t, p, e) for p in {p for _, p, _ in ranks} for t, e in stage if (t, p, e) not in ranks)
+    if lost:
+        names = [rank_folder(*rank, pp_size=pp, ep_size=ep) for rank in lost]
+        raise CheckpointError(f"rank files are missing: {capped(names)}", where=root)
     chunks = {len(c) for c in ranks.values()}
     if len(chunks) > 1:
         raise CheckpointError(
             "ranks differ in the number of model chunks", where=root, found=capped(sorted(chunks))
         )
     return LegacyCheckpoint(root, tp, pp, ep, chunks.pop(), ranks, args, tuple(left_out))
+
+
+_ALIKE = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "num_layers", "hidden_size", "padded_vocab_size", "params_dtype",
+)  # fmt: skip
+"""Args that must agree in all ranks of one save."""
+
+
+def _check_alike(files: dict[str, Archive], first: str, root: Path) -> None:
+    """Raise CheckpointError where two ranks' files are not of one save."""
+
+    def save(name: str) -> dict[str, Any]:
+        value, args = files[name].value, _args(files[name].value, root / name / FILE)
+        return {"iteration": plain(value.get("iteration"))} | {k: args.get(k) for k in _ALIKE}
+
+    want = save(first)
+    for name in files:
+        for key, value in save(name).items():
+            if value != want[key]:
+                raise CheckpointError(
+                    f"`{name}` and `{first}` are not of one save: {key} differs",
+                    where=root,
+                    expected=repr(want[key])[:60],
+                    found=repr(value)[:60],
+                    fix="the folder mixes files of two saves; copy it again",
+                )
 
 
 def _args(value: Any, where: Path) -> dict[str, Any]:
@@ -134,7 +176,9 @@ def _chunks(
             numbered[int(match[1] or 0)] = _tensors(part, path)
         elif key in _STATE:
             left_out.append((f"{folder}/{key}", _STATE[key]))
-        elif isinstance(part, TensorRef):
+        elif key not in _COUNTERS and not _holds_tensors(part):
+            left_out.append((f"{folder}/{tick(str(key))}", "not a tensor, and unknown to convtools"))
+        elif key not in _COUNTERS:
             raise CheckpointError(
                 f"tensor `{key}` is outside of the model", where=path, fix="convtools does not know it"
             )
@@ -148,6 +192,13 @@ def _chunks(
             found=capped(map(str, value)),
         )  # fmt: skip
     return tuple(numbered[i] for i in range(len(numbered)))
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, TensorRef):
+        return True
+    parts = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    return depth < 50 and any(_holds_tensors(part, depth + 1) for part in parts)
 
 
 def _tensors(part: Any, path: Path) -> dict[str, StoredTensor]:

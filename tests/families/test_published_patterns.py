@@ -1,6 +1,7 @@
 """The published Nemotron-3 patterns in every spelling, and the tables of random models."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,10 +291,10 @@ def specs(draw: st.DrawFn) -> Spec:
         "moe_shared_expert_intermediate_size": draw(st.integers(0, 2)),
         "moe_latent_size": draw(st.integers(0, 2)),
         "attention_bias": draw(st.booleans()),
-        "mlp_bias": draw(st.booleans()),
         "tie_word_embeddings": draw(st.booleans()),
     }
-    return nemotron_h.parse(config(draw(st.text("ME*-", min_size=1, max_size=6)), **mtp, **chosen))
+    spec = nemotron_h.parse(config(draw(st.text("ME*-", min_size=1, max_size=6)), **mtp, **chosen))
+    return replace(spec, mlp_bias=draw(st.booleans()))
 
 
 def names_by_hand(spec: Spec, spelling: Spelling) -> set[str]:

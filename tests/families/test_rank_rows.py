@@ -7,6 +7,7 @@ are those of public failures of this kind.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -32,7 +33,6 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,  # 6 rows
     "head_dim": 3,
     "attention_bias": True,
-    "mlp_bias": True,
     "mamba_num_heads": 8,
     "mamba_head_dim": 7,  # z and x: 56 rows each
     "n_groups": 4,
@@ -56,7 +56,7 @@ class Model:
     """A model whose tensors' elements are numbered: `1000 * row + column`, plus a million a tensor."""
 
     def __init__(self, *, stacked: bool = False, padded: int = PADDED, **changes: Any) -> None:
-        self.spec = nemotron_h.parse(CONFIG | changes)
+        self.spec = replace(nemotron_h.parse(CONFIG | changes), mlp_bias=True)
         spelling = nemotron_h.Spelling(stacked_experts=stacked)
         self.table = Table.of(nemotron_h.rows(self.spec, spelling, padded))
         self.hf = {name: numbered(i, shape) for i, (name, shape) in enumerate(self.table.hf.items())}

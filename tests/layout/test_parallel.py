@@ -1,10 +1,15 @@
 """Sharding of one tensor, and the order of ranks."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from convtools.errors import ParallelError
+from convtools.families.rank_tensors import Placement
+from convtools.families.table import Param
 from convtools.layout.parallel import Cut, ParallelLayout, Part, Rank, even_stages
 from convtools.layout.region import Region
 from tests.layout.brute import LAWS
@@ -140,3 +145,32 @@ def test_even_stages_hold_every_layer_once_in_order(pp: int, each: int) -> None:
 def test_uneven_stages_are_refused_naming_both_numbers() -> None:
     with pytest.raises(ParallelError, match="pp=5 does not divide the number of layers=12"):
         even_stages(12, 5)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep", "etp"])
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_below_one_are_refused(axis: str, size: int) -> None:
+    change: dict[str, Any] = {axis: size}
+    with pytest.raises(ParallelError, match=f"{axis}={size} is no size"):
+        replace(ParallelLayout(), **change)
+    with pytest.raises(ParallelError, match=f"pp={size} is no size"):
+        even_stages(12, size)
+
+
+@pytest.mark.parametrize(
+    ("pp", "stages", "said"),
+    [
+        (2, ((0, 1, 2),), "pp=2, but 1 stages of layers are given"),
+        (1, ((0,), (1, 2)), "pp=1, but 2 stages of layers are given"),
+        (2, ((0, 1), ()), "layer 2 in none"),
+        (2, ((0, 1), (1, 2)), "layer 1 in 2"),
+        (1, ((0, 1, 2, 2),), "layer 2 in 2"),
+        (1, ((),), "layer 0 in none, layer 1 in none, layer 2 in none"),
+    ],
+)
+def test_stages_hold_each_layer_exactly_once(pp: int, stages: tuple[tuple[int, ...], ...], said: str) -> None:
+    params = [Param(f"decoder.layers.{i}.x", (4,), stage=i) for i in range(3)]
+    Placement(params, ParallelLayout(pp=2, stages=((0, 2), (1,))), tied=False)
+    with pytest.raises(ParallelError) as caught:
+        Placement(params, ParallelLayout(pp=pp, stages=stages), tied=False)
+    assert said in str(caught.value)

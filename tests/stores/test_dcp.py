@@ -334,12 +334,14 @@ def test_what_is_written_is_read(tmp_path_factory: Any, dims: list[tuple[int, in
     path = tmp_path_factory.mktemp("dcp")
     shape = tuple(max(size, cuts) for size, cuts in dims)
     regions = list(grid(shape, tuple(cuts for _, cuts in dims)))
-    chunks = tuple(DcpChunk(r, f"__{i % 3}_0.distcp", start + i * 9000, 9000) for i, r in enumerate(regions))
+    chunks = tuple(
+        DcpChunk(r, f"__{i % 3}_0.distcp", start + i * 20000, 20000) for i, r in enumerate(regions)
+    )
     tensors = {"é.w": DcpTensor("F8_E5M2", shape, chunks)}
     (path / ".metadata").write_bytes(write_metadata(tensors, {"o": ("o.distcp", 0, 1)}))
     for name in {chunk.relative_path for chunk in chunks} | {"o.distcp"}:
         with open(path / name, "wb") as file:
-            file.truncate(start + len(chunks) * 9000)
+            file.truncate(start + len(chunks) * 20000)
     found = read_metadata(path)
     assert (found.tensors, found.objects) == (tensors, {"o": ("o.distcp", 0, 1)})
 
