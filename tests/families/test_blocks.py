@@ -104,7 +104,7 @@ def test_attention() -> None:
         "o_proj.weight": (7, 12),
     }
     Table.of(block).check()
-    biased = attention(heads=4, groups=2, head_dim=3, hidden=7, bias=True)
+    biased = attention(heads=4, groups=2, head_dim=3, hidden=7, qkv_bias=True, proj_bias=True)
     assert mcore(biased)["self_attention.linear_qkv.bias"] == (24,)
     assert param(biased, "self_attention.linear_proj.bias").cut is None  # added once, after the ranks' sum
     Table.of(biased).check()

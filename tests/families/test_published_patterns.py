@@ -253,7 +253,7 @@ def test_biases_that_megatron_has_not_are_refused(field: str) -> None:
 def test_the_family_is_found_by_architecture_or_by_model_type() -> None:
     assert find_family({"architectures": ["NemotronHForCausalLM"]}).NAME == "nemotron_h"
     assert find_family({"architectures": None, "model_type": "nemotron_h"}).NAME == "nemotron_h"
-    for unknown in ({"architectures": ["LlamaForCausalLM"]}, {}, {"architectures": "NemotronHForCausalLM"}):
+    for unknown in ({"architectures": ["GemmaForCausalLM"]}, {}, {"architectures": "NemotronHForCausalLM"}):
         with pytest.raises(ConfigError, match="no family in convtools knows this architecture"):
             find_family(unknown)
 
