@@ -141,7 +141,9 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_machine_paths_are_recognised() -> None:
-    assert MACHINE.search(b'open("' + b'/mnt/data")') and not MACHINE.search(b"see docs/work/x and ~/root/")
+    assert MACHINE.search(b'open("' + b'/mnt/data")') and not MACHINE.search(
+        b"see docs/work/x and ~/" + b"root/"
+    )
 
 
 @pytest.mark.parametrize("command", ["make demo", "make test"])
