@@ -25,7 +25,7 @@ __all__ = [
 NAME = "llama"
 PROOF = {
     "LlamaForCausalLM": "files of real Megatron and Megatron-Bridge",
-    "MistralForCausalLM": "the same table as Llama; no files of its own",
+    "MistralForCausalLM": "the same table as Llama, and round trips",
 }
 """What its tables were checked against, by architecture."""
 ARCHITECTURES = tuple(PROOF)

@@ -25,7 +25,7 @@ __all__ = [
 NAME = "qwen"
 PROOF = {
     "Qwen2ForCausalLM": "files of real Megatron and Megatron-Bridge",
-    "Qwen3ForCausalLM": "its parts are those of Qwen2 and Qwen3-MoE; no files of its own",
+    "Qwen3ForCausalLM": "parts of Qwen2 and Qwen3-MoE, and round trips",
     "Qwen3MoeForCausalLM": "files of real Megatron and Megatron-Bridge",
 }
 """What its tables were checked against, by architecture."""
