@@ -23,6 +23,25 @@ from convtools.cli.render import print_report
 @click.option("--ep", type=int, help="Expert parallel size.")
 @click.option("--etp", type=int, help="Expert tensor parallel size; as --tp when left out.")
 @click.option(
+    "--vpp", "--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size", "vpp",
+    type=int, help="Model chunks a pipeline rank (interleaved stages).",
+)  # fmt: skip
+@click.option("--num-layers-per-virtual-pipeline-stage", type=int, help="The same, said in layers a chunk.")
+@click.option("--decoder-first-pipeline-num-layers", type=int, help="Layers of the first pipeline rank.")
+@click.option("--decoder-last-pipeline-num-layers", type=int, help="Layers of the last pipeline rank.")
+@click.option(
+    "--account-for-embedding-in-pipeline-split", is_flag=True, help="The embedding takes a layer's place."
+)
+@click.option("--account-for-loss-in-pipeline-split", is_flag=True, help="The loss takes a layer's place.")
+@click.option(
+    "--pipeline-model-parallel-layout", metavar="LAYOUT",
+    help="What each stage holds: E embedding, t layer, m MTP, L loss, as in 'Et*3|(tt|)*2,m|L'.",
+)  # fmt: skip
+@click.option(
+    "--hybrid-layer-pattern", metavar="PATTERN",
+    help="A hybrid model's own pattern with | where a stage ends: 'M-M*|M-M-'.",
+)  # fmt: skip
+@click.option(
     "--make-vocab-size-divisible-by", type=int, default=128, show_default=True,
     help="Pad the vocabulary to a multiple of this times tp.",
 )  # fmt: skip
@@ -50,6 +69,10 @@ from convtools.cli.render import print_report
 @click.option(
     "--mixed-dtypes", is_flag=True, help="Accept tensors whose dtype is not the model's; each keeps its own."
 )
+@click.option(
+    "--allow-inexact", is_flag=True,
+    help="Round norms that only Megatron centres on zero, where --dtype cannot hold them exactly.",
+)  # fmt: skip
 @click.option(
     "--workers", type=int, default=min(4, os.cpu_count() or 1), show_default=True, help="Threads a process."
 )

@@ -11,6 +11,9 @@ _COMMANDS = {
     "convert": "Convert a checkpoint: HF, Megatron torch_dist, Megatron torch; any to any.",
     "families": "List the architectures that can be converted.",
     "inspect": "Say what a checkpoint is, without reading its weights.",
+    "publish": "Put a checkpoint on the Hugging Face Hub, with a model card and a manifest.",
+    "slice": "Cut a few layers out of a checkpoint, into a small one that engines load.",
+    "verify": "Check a slice against its manifest, or its source.",
 }
 
 

@@ -1,5 +1,7 @@
 """Reports as tables for people."""
 
+from collections.abc import Iterator
+
 from convtools.conversion.report import Report
 from convtools.errors import capped, printable
 
@@ -16,6 +18,18 @@ def human(nbytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"
+
+
+def _shifts(report: Report) -> Iterator[tuple[str, str]]:
+    """What was added to norms that only one side centres on zero, and what of it was rounded."""
+    for plus in sorted({s.plus for s in report.shifts}):
+        names = [s.name for s in report.shifts if s.plus == plus]
+        yield "norms", f"{plus:+d} on every number of {len(names)} tensors: {capped(names, 3)}"
+    lossy = [s for s in report.shifts if s.inexact]
+    if lossy:
+        count, of = sum(s.inexact for s in lossy), sum(s.elements for s in lossy)
+        text = f"{count} of {of} numbers in {len(lossy)} tensors do not come back exactly"
+        yield "rounded", f"{text}: {capped([s.name for s in lossy], 3)}"
 
 
 def print_report(report: Report) -> None:
@@ -56,6 +70,7 @@ def print_report(report: Report) -> None:
         facts.append(
             ("cast", f"{cast.tensors} tensors {cast.src} -> {cast.dst}" + ("" if cast.exact else ", rounded"))
         )
+    facts += list(_shifts(report))
     if report.duplicates:
         compared = "to be compared" if report.dry_run else "each equal byte for byte"
         facts.append(("copies", f"{report.duplicates} repeated tensors in the source, {compared}"))

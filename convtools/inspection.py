@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from convtools.conversion.from_torch_dist import model_keys
 from convtools.conversion.megatron_config import hf_side
 from convtools.errors import ConfigError, ConvtoolsError, UsageError
-from convtools.families.registry import find_family
+from convtools.families.registry import language_model
 from convtools.layout.region import Region
 from convtools.stores.base import DTYPE_NBYTES
 from convtools.stores.encodings import find_encodings
@@ -88,9 +88,9 @@ def inspect(
     else:
         legacy = open_torch_legacy(where.path)
         tensors = tuple(
-            Tensor(f"{legacy.folder(*rank)}/{name}", t.dtype, t.shape, 1)
+            Tensor(f"{legacy.label(rank, c)}/{name}", t.dtype, t.shape, 1)
             for rank, chunks in legacy.ranks.items()
-            for chunk in chunks
+            for c, chunk in enumerate(chunks)
             for name, t in chunk.items()
             if not name.endswith("_extra_state")
         )
@@ -125,16 +125,17 @@ def _inspect_hf(root: Path) -> Inspection:
 
 def _family(config: dict[str, Any]) -> _Known:
     try:
-        family = find_family(config)
-        spec = family.parse(config)
+        found = language_model(config)
+        spec = found.parse()
     except ConfigError as error:
         return _Known(None, None, None, error.what)
-    return _Known(family.NAME, spec.text, spec.num_layers, None)
+    return _Known(found.family.NAME, spec.text, spec.num_layers, None)
 
 
 def _layout(args: dict[str, Any]) -> dict[str, int] | None:
     names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
-             "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}  # fmt: skip
+             "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
+             "vpp": "virtual_pipeline_model_parallel_size"}  # fmt: skip
     found = {axis: args[name] for axis, name in names.items() if isinstance(args.get(name), int)}
     return found or None
 

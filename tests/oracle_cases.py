@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
-ROOTS = [HERE / "fixtures/oracle", HERE.parent / "shared/oracle"]
+ROOTS = [HERE.parent / "shared/oracle", HERE / "fixtures/oracle"]  # the whole cases before what fits here
 if "CONVTOOLS_ORACLE" in os.environ:
-    ROOTS.append(Path(os.environ["CONVTOOLS_ORACLE"]))
+    ROOTS.insert(0, Path(os.environ["CONVTOOLS_ORACLE"]))
 
 
 @dataclass(frozen=True)

@@ -22,22 +22,27 @@ def is_exact(src: str, dst: str) -> bool:
     return src == dst or (src, dst) in _EXACT
 
 
-def cast(data: memoryview | bytearray | bytes, src: str, dst: str) -> Any:
+def cast(data: memoryview | bytearray | bytes, src: str, dst: str, plus: int = 0) -> Any:
     """(bytes of a contiguous tensor, its dtype, the dtype wanted) -> bytes, as a memoryview.
 
-    Raises UsageError for a pair that is not two floats.
+    `plus` is added to every number before it is rounded, in fp64: there a small whole number and a
+    float of up to 32 bits lose nothing that could change how they round. Raises UsageError for a
+    pair that is not two floats.
     """
     import numpy as np
 
     floats = set(FLOATS.values())
     if src not in floats or dst not in floats:
         raise UsageError(f"no cast from {src} to {dst}", expected=f"both of {sorted(floats)}")
-    if src == dst:
+    if src == dst and not plus:
         return memoryview(bytearray(data))  # arithmetic would change signalling NaNs
     if src == "BF16":
         wide = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
     else:
         wide = np.frombuffer(data, {"F16": "<f2", "F32": "<f4", "F64": "<f8"}[src])
+    if plus:
+        with np.errstate(invalid="ignore"):
+            wide = wide.astype("<f8") + float(plus)
     if dst == "BF16":
         out = _bf16(wide)
     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from convtools.conversion.dtypes import recast_config, wanted_dtypes
+from convtools.conversion.exactness import check_shifts
 from convtools.conversion.from_hf import hf_source
 from convtools.conversion.from_torch import torch_source
 from convtools.conversion.from_torch_dist import torch_dist_source
@@ -28,13 +29,13 @@ from convtools.conversion.run import (
     write_side_files,
 )
 from convtools.conversion.source import Source
+from convtools.conversion.target_layout import target_layout
 from convtools.conversion.to_hf import hf_target
 from convtools.conversion.to_torch import torch_target
 from convtools.conversion.to_torch_dist import torch_dist_target
 from convtools.conversion.world import World, joined_world
 from convtools.disk import check_space
 from convtools.errors import StorageError, UsageError, capped
-from convtools.layout.parallel import ParallelLayout, even_stages
 from convtools.staging import Joined, Staging, join
 from convtools.stores.base import FilePlan
 from convtools.stores.hf import is_hf
@@ -80,10 +81,13 @@ def convert(src: PathLike, dst: PathLike, options: Options, bar: Bar | None = No
             source = recast_config(source, options)
             target = plan_target(source, options, dtypes)
             totals = verify(source, target)
+            shifts = check_shifts(source, target, allow_inexact=options.allow_inexact)
         run = _Run(options, source, target, world, bar)
         seen = (_rehearse if options.dry_run else _publish)(Path(src), Path(dst), run)
         seconds = time.monotonic() - began
-        return report(source, target, options, Path(dst), totals, casts, seen.padding, seen.notes, seconds)
+        return report(
+            source, target, options, Path(dst), totals, casts, shifts, seen.padding, seen.notes, seconds
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +231,8 @@ def plan_target(source: Source, options: Options, dtypes: dict[str, str]) -> Tar
     if options.to == "hf":
         return hf_target(source, dtypes, max_shard_size=options.shard_nbytes)
     choices = MegatronChoices(
-        layout=_layout(source, options),
+        layout=target_layout(source, options),
+        split=options.split(),
         divisible_by=options.make_vocab_size_divisible_by,
         padded_vocab=options.padded_vocab_size,
         iteration=_iteration(source, options),
@@ -242,12 +247,3 @@ def plan_target(source: Source, options: Options, dtypes: dict[str, str]) -> Tar
 def _iteration(source: Source, options: Options) -> int | str:
     found = source.iteration if source.iteration is not None else options.iteration
     return 1 if found is None else found
-
-
-def _layout(source: Source, options: Options) -> ParallelLayout | None:
-    if options.to == "torch_dist" and not options.has_layout:
-        return None
-    tp = options.tp or 1
-    pp = options.pp or 1
-    stages = even_stages(source.model.spec.num_layers, pp)
-    return ParallelLayout(tp, pp, options.ep or 1, options.etp or tp, stages)

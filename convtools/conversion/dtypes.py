@@ -8,8 +8,9 @@ from convtools.codecs.cast import FLOATS, is_exact
 from convtools.conversion.options import Options
 from convtools.conversion.report import Cast
 from convtools.conversion.source import Source
-from convtools.errors import AccountingError, UsageError, together
+from convtools.errors import AccountingError, UsageError, capped, together
 from convtools.families.table import EITHER, FP32, Table
+from convtools.families.wrapping import group_outside
 from convtools.layout.numbers import numberless
 from convtools.stores.base import FROM_TORCH, TORCH_DTYPE
 
@@ -25,7 +26,8 @@ def check_dtypes(source: Source, *, casting: bool = False) -> None:
     All tensors have the model's dtype (the one that most have); those that Megatron computes in
     fp32 may be fp32, but alike in all layers; a router's bias must be.
     """
-    dtypes, kinds = source.dtypes(), precisions(source.table)
+    kinds = precisions(source.table)
+    dtypes = {name: dtype for name, dtype in source.dtypes().items() if name in kinds}
     floats = set(FLOATS.values())
     count = Counter(d for n, d in dtypes.items() if kinds[n] not in (FP32, EITHER)) or Counter(
         dtypes.values()
@@ -91,6 +93,12 @@ def wanted_dtypes(source: Source, options: Options) -> tuple[dict[str, str], tup
     dtypes = source.dtypes()
     if options.dtype is None:
         return dtypes, ()
+    if source.outside:
+        raise UsageError(
+            f"--dtype: {capped(group_outside(source.outside))} would have to be cast too",
+            found="tensors outside the language model, of whose dtypes no table knows",
+            fix="leave out --dtype: everything then keeps its own",
+        )
     kinds, wanted = precisions(source.table), FLOATS[options.dtype]
     out: dict[str, str] = {}
     count: Counter[tuple[str, str]] = Counter()

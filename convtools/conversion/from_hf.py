@@ -1,12 +1,17 @@
 """A Hugging Face directory as a source."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from convtools.conversion.megatron_target import SPELLING_FILE
 from convtools.conversion.source import Duplicate, LeftOut, Source, account
-from convtools.families.registry import Model, find_family
+from convtools.families.config import Config
+from convtools.families.registry import Model, language_model
+from convtools.families.wrapping import find_wrapping, group_outside
 from convtools.stores.encodings import refuse_encodings
 from convtools.stores.hf import open_hf
+
+_PASSED = "passed through unchanged: outside the language model"
 
 
 def hf_source(root: Path) -> Source:
@@ -17,20 +22,19 @@ def hf_source(root: Path) -> Source:
     store = open_hf(root)
     files = (*store.side_files, *store.weight_files, *(name for name, _ in store.unread_files))
     refuse_encodings(store.config, store.tensors, files)
-    family = find_family(store.config)
-    spec = family.parse(store.config)
-    model = Model(family, store.config, spec, family.spelling(spec, store.tensors))
+    model, outside = model_of(store.config, store.tensors)
     table = model.table(model.spec.vocab)
     expected = dict(table.hf)
     expected.update({copy.name: table.hf[copy.of] for copy in model.copies()})
-    account(expected, {name: t.shape for name, t in store.tensors.items()}, what=str(root))
+    passed = set(outside)
+    account(expected, {n: t.shape for n, t in store.tensors.items() if n not in passed}, what=str(root))
     return Source(
         format="hf",
         root=root,
         model=model,
         tensors=store.tensors,
         to_hf=None,
-        hf=dict(table.hf),
+        hf=dict(table.hf) | {name: store.tensors[name].shape for name in outside},
         table=table,
         left_out=(
             *(LeftOut(n, "a note of convtools' own") for n in store.side_files if n == SPELLING_FILE),
@@ -40,9 +44,27 @@ def hf_source(root: Path) -> Source:
                 for name, file in store.stray_tensors
             ),
         ),
-        notes=model.notes(),
+        notes=(*model.notes(), *(f"{group} {_PASSED}" for group in group_outside(outside))),
+        outside=outside,
         duplicates=tuple(Duplicate(copy.of, copy.name) for copy in model.copies()),
         side_root=root,
         side_files=tuple(n for n in store.side_files if n != SPELLING_FILE),
         config_bytes=store.config_bytes,
     )
+
+
+def model_of(config: Config, hf_names: Iterable[str]) -> tuple[Model, tuple[str, ...]]:
+    """(the language model of a config and these names, the names that lie outside of it).
+
+    Raises ConfigError, AccountingError.
+    """
+    hf_names = list(hf_names)
+    found = language_model(config)
+    wrapping = find_wrapping(config, found.section, hf_names)
+    found = found.wrapped(wrapping)
+    spec = found.parse()
+    nested = found.section is not None  # only then may there be anything else
+    outside = {name: None for name in hf_names if nested and wrapping.outside(name)}
+    names = [own for n in hf_names if n not in outside and (own := wrapping.inner(n)) is not None]
+    spelling = found.family.spelling(spec, names)
+    return Model(found.family, found.config, spec, spelling, wrapping), tuple(outside)

@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 from convtools.conversion.megatron_config import hf_side, spelled
@@ -18,6 +19,7 @@ from convtools.stores.megatron_dir import IterationDir
 from convtools.stores.torch_legacy import LegacyCheckpoint, open_torch_legacy
 
 EXTRA_STATE = "Transformer Engine's extra state, empty for bf16"
+_FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
 _LAYER = re.compile(r"decoder\.layers\.([0-9]{1,6})\.")
 
 
@@ -32,9 +34,8 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
     }
     side = hf_side(where.path, hf_config, store.args, names)
     spec = side.family.parse(side.config)
-    model = Model(
-        side.family, side.config, spec, spelled(side.family.mcore_spelling(spec, names), side.spelling)
-    )
+    spelling = spelled(side.family.mcore_spelling(spec, names), side.spelling)
+    model = Model(side.family, side.config, spec, spelling, side.wrapping)
     layout = _layout(store, spec.num_layers)
     table = model.table(_embedding_rows(store, spec.vocab) * layout.tp)
     table.check()
@@ -48,8 +49,8 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
     duplicates: list[Duplicate] = []
     left_out = [LeftOut(*item) for item in store.left_out]
     padding: list[Padding] = []
-    for rank in layout.ranks():
-        stored, label = _chunk(store, rank)
+    for rank, chunk in product(layout.ranks(), range(layout.vpp)):
+        stored, label = _chunk(store, rank, chunk)
         for name, tensor in stored.items():
             if name.endswith("_extra_state"):
                 left_out.append(
@@ -57,7 +58,7 @@ def torch_source(where: IterationDir, root: Path, hf_config: Path | None) -> Sou
                 )
             else:
                 found[f"{label}/{name}"] = tensor.shape
-        for held in place.held(rank):
+        for held in place.held(rank, chunk):
             name = _stored_name(held, stored)
             key = f"{label}/{name}"
             expected[key] = held.shape
@@ -117,12 +118,10 @@ def _stored_name(held: Held, stored: dict[str, StoredTensor]) -> str:
     return next((n for n in names if n in stored), next(iter(names)))
 
 
-def _chunk(store: LegacyCheckpoint, rank: Rank) -> tuple[dict[str, StoredTensor], str]:
-    """The model chunk that plays the part of a (virtual) stage's rank, and a label for its tensors."""
-    chunk, pp = divmod(rank.pp, store.pp)
-    folder = store.folder(rank.tp, pp, rank.ep)
-    label = folder if store.chunks == 1 else f"{folder}/model{chunk}"
-    return store.ranks[rank.tp, pp, rank.ep][chunk], label
+def _chunk(store: LegacyCheckpoint, rank: Rank, chunk: int) -> tuple[dict[str, StoredTensor], str]:
+    """One model chunk of a rank, and a label for its tensors."""
+    at = rank.tp, rank.pp, rank.ep
+    return store.ranks[at][chunk], store.label(at, chunk)
 
 
 def _layout(store: LegacyCheckpoint, num_layers: int) -> ParallelLayout:
@@ -132,11 +131,11 @@ def _layout(store: LegacyCheckpoint, num_layers: int) -> ParallelLayout:
         raise CheckpointError(
             "args give a strange expert_tensor_parallel_size", where=store.root, found=repr(etp)[:60]
         )
+    _check_chunks(store)
+    virtual = [store.ranks[0, pp, 0][chunk] for chunk in range(store.chunks) for pp in range(store.pp)]
     counts: list[int] = []
     highest: list[str] = []
-    for v in range(store.pp * store.chunks):
-        chunk, pp = divmod(v, store.pp)
-        tensors = store.ranks[0, pp, 0][chunk]
+    for tensors in virtual:
         local = {int(m[1]) for name in tensors if (m := _LAYER.match(name))}
         if max(local, default=-1) >= max(counts, default=0):
             highest = [f"`{n}`" for n in tensors if (m := _LAYER.match(n)) and int(m[1]) == max(local)]
@@ -151,7 +150,8 @@ def _layout(store: LegacyCheckpoint, num_layers: int) -> ParallelLayout:
         )
     starts = [sum(counts[:v]) for v in range(len(counts))]
     stages = tuple(tuple(range(at, at + n)) for at, n in zip(starts, counts, strict=True))
-    layout = ParallelLayout(store.tp, len(stages), store.ep, etp, stages)
+    mtp, norm = _only(virtual, "mtp."), _only(virtual, *_FINAL_NORMS)
+    layout = ParallelLayout(store.tp, store.pp, store.ep, etp, stages, store.chunks, mtp, norm)
     by_name: dict[tuple[int, int, int], set[int]] = defaultdict(set)
     for rank in layout.ranks():
         by_name[rank.tp, rank.pp, rank.ep].add(rank.etp)
@@ -165,6 +165,26 @@ def _layout(store: LegacyCheckpoint, num_layers: int) -> ParallelLayout:
             fix="file names hold no etp: several ranks wrote to one name, or files are missing",
         )
     return layout
+
+
+def _check_chunks(store: LegacyCheckpoint) -> None:
+    """Raise CheckpointError where args and files differ in the number of model chunks."""
+    said = store.args.get("virtual_pipeline_model_parallel_size")
+    if said not in (None, store.chunks):
+        held = "`model`" if store.chunks == 1 else f"`model0` to `model{store.chunks - 1}`"
+        raise CheckpointError(
+            "args and files differ in the number of virtual pipeline stages",
+            where=store.root,
+            expected=f"virtual_pipeline_model_parallel_size={said!r}"[:100],
+            found=f"{held} in each file",
+            fix="the files or their args are of another save",
+        )
+
+
+def _only(virtual: list[dict[str, StoredTensor]], *prefixes: str) -> int | None:
+    """The one virtual stage that holds such a tensor; None where none or several do."""
+    found = [v for v, tensors in enumerate(virtual) if any(name.startswith(prefixes) for name in tensors)]
+    return found[0] if len(found) == 1 else None
 
 
 def _embedding_rows(store: LegacyCheckpoint, vocab: int) -> int:

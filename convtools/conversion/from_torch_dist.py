@@ -38,7 +38,7 @@ def torch_dist_source(where: IterationDir, root: Path, hf_config: Path | None) -
     side = hf_side(where.path, hf_config, store.args, keys)
     spec = side.family.parse(side.config)
     spelling = spelled(side.family.mcore_spelling(spec, keys), side.spelling)
-    model = Model(side.family, side.config, spec, spelling)
+    model = Model(side.family, side.config, spec, spelling, side.wrapping)
     if EMBEDDING not in keys:
         raise AccountingError(
             f"missing: `{EMBEDDING}`",

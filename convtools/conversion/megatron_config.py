@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from convtools.conversion.megatron_target import SPELLING_FILE
 from convtools.errors import CheckpointError, ConfigError
-from convtools.families.registry import Family, families, find_family, load_family
+from convtools.families.registry import Family, families, language_model, load_family
+from convtools.families.wrapping import Wrapping
 from convtools.stores.hf import read_config, side_files
 from convtools.stores.json_file import read_json
 from convtools.stores.names import tick
@@ -22,13 +23,16 @@ class HFSide(NamedTuple):
     """The Hugging Face side of a Megatron checkpoint."""
 
     config: dict[str, Any]
+    """The language model's own."""
     config_bytes: bytes
+    """config.json, the whole of it."""
     family: Family
     root: Path | None
     """Folder of its other files."""
     files: tuple[str, ...]
     spelling: dict[str, Any] | None
     """As the checkpoint's own note says."""
+    wrapping: Wrapping
     origin: str
     """Where config.json came from, for the report."""
 
@@ -38,6 +42,12 @@ def hf_side(folder: Path, hf_config: Path | None, args: dict[str, Any], shapes: 
 
     Raises ConfigError, listing what could not be derived.
     """
+    if args.get("rotary_interleaved") and args.get("position_embedding_type") != "none":
+        raise ConfigError(
+            "`rotary_interleaved` is set: the rows of q and k are in another order than Hugging Face's",
+            where="Megatron's args",
+            fix="no table reorders them: convert a checkpoint that was trained without --rotary-interleaved",
+        )
     kept = folder / "hf"
     if kept.is_symlink():
         raise CheckpointError("`hf` is a link: it may lead anywhere, and is not followed", where=kept)
@@ -48,8 +58,11 @@ def hf_side(folder: Path, hf_config: Path | None, args: dict[str, Any], shapes: 
         config_bytes, config = read_config(root)
         names = tuple(n for n in side_files(root) if n != SPELLING_FILE)
         origin = f"--hf-config {hf_config}" if hf_config is not None else f"kept in {folder.name}/hf"
-        note = _note(kept / SPELLING_FILE) if hf_config is None else None
-        return HFSide(config, config_bytes, find_family(config), root, names, note, origin)
+        note = _note(kept / SPELLING_FILE) if hf_config is None else {}
+        found = language_model(config)
+        wrapping = _wrapping(note.get("wrapping"), found.section, root)
+        own = found.wrapped(wrapping).config
+        return HFSide(own, config_bytes, found.family, root, names, note.get("spelling"), wrapping, origin)
     run_config = folder / "run_config.yaml"
     if os.path.lexists(run_config):
         model = _read_yaml(run_config).get("model")
@@ -66,7 +79,7 @@ def _derived(args: dict[str, Any], shapes: Shapes, origin: str) -> HFSide:
         config, missing = family.hf_config(args, shapes)
         if not missing:
             text = json.dumps(config, indent=2).encode() + b"\n"
-            return HFSide(config, text, family, None, (), None, f"derived from {origin}")
+            return HFSide(config, text, family, None, (), None, Wrapping(), f"derived from {origin}")
         problems.append(f"{name}: {', '.join(missing)}")
     raise ConfigError(
         f"config.json cannot be derived from {origin}",
@@ -76,14 +89,27 @@ def _derived(args: dict[str, Any], shapes: Shapes, origin: str) -> HFSide:
     )
 
 
-def _note(path: Path) -> dict[str, Any] | None:
+def _note(path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
-        return None
+        return {}
     _, note = read_json(path, 100_000, constants=False)
-    spelling = note.get("spelling")
-    if note.get("version") != 1 or not isinstance(spelling, dict):
+    spellings = (note.get("spelling"), note.get("wrapping", {}))
+    if note.get("version") != 1 or not all(isinstance(spelling, dict) for spelling in spellings):
         raise CheckpointError("the note of the Hugging Face spelling has an unknown version", where=path)
-    return spelling
+    return note
+
+
+def _wrapping(note: dict[str, Any] | None, section: str | None, root: Path) -> Wrapping:
+    """How the names were prefixed; raises ConfigError where only a guess could say."""
+    if note is None and section is not None:
+        raise ConfigError(
+            f"config.json holds a language model in {tick(section)}, and no note says how its names begin",
+            where=root,
+            fix=f"pass --hf-config with a config.json of the language model alone: the part {tick(section)}, "
+            "with its `architectures`",
+        )
+    wrapping: Wrapping = spelled(Wrapping(), note)
+    return wrapping
 
 
 def spelled(default: Any, note: dict[str, Any] | None) -> Any:

@@ -1,23 +1,28 @@
 """What both Megatron targets share: the padded vocabulary, the args, and the kept Hugging Face side."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from convtools.conversion.plan import SideFile
 from convtools.conversion.source import Source
-from convtools.errors import AccountingError, UsageError
+from convtools.errors import AccountingError, UsageError, capped
 from convtools.families.blocks.embedding import padded_vocab_size
 from convtools.families.table import Table
+from convtools.families.wrapping import group_outside
 from convtools.layout.parallel import ParallelLayout
 from convtools.layout.region import Region
+from convtools.layout.stages import PipelineSplit
 from convtools.stores.base import TORCH_DTYPE
+from convtools.stores.names import tick
 from convtools.stores.pickle_write import torch_dtype
 
 SPELLING_FILE = ".convtools.json"
 """Beside the kept config.json: how the Hugging Face side spells its names."""
 _DTYPES = {f"torch.{name}": torch_dtype(dtype) for dtype, name in TORCH_DTYPE.items()}
 """What a dtype that was read from args is written as."""
+_OTHER_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+"""megatron-core's names for what args call otherwise: true of the source's stages only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class MegatronChoices:
     iteration: int | str = 1
     mcore: tuple[int, int] = (0, 19)
     grouped_experts: bool = True
+    split: PipelineSplit = field(default_factory=PipelineSplit)
+    """How the layout's stages were asked for."""
 
     @property
     def folder(self) -> str:
@@ -54,7 +61,17 @@ def padded_rows(source: Source, choices: MegatronChoices) -> int:
 
 
 def target_table(source: Source, choices: MegatronChoices) -> Table:
-    """The model's table at the target's vocabulary, checked. Raises UsageError, MappingError."""
+    """The model's table at the target's vocabulary, checked.
+
+    Raises UsageError, MappingError; AccountingError for tensors outside the language model.
+    """
+    if source.outside:
+        raise AccountingError(
+            f"{len(source.outside)} tensors lie outside the language model: Megatron's has no place for them",
+            where=source.root,
+            found=f"{capped(group_outside(source.outside))}: {capped(map(tick, source.outside))}",
+            fix="convert a checkpoint of the language model alone; only --to hf passes the others through",
+        )
     padded = padded_rows(source, choices)
     same = source.table.params["embedding.word_embeddings.weight"].shape[0] == padded
     table = source.table if same else source.model.table(padded)
@@ -93,9 +110,12 @@ def megatron_args(
 ) -> dict[str, Any]:
     """`args` as `--use-checkpoint-args` reads it: plain values and torch dtypes only."""
     model, layout = source.model, choices.layout or ParallelLayout()
-    kept = {k: _DTYPES.get(v, v) if isinstance(v, str) else v for k, v in source.args.items() if _plain(v)}
+    was = {k: v for k, v in source.args.items() if _plain(v) and k not in _OTHER_STAGES}
+    kept = {k: _DTYPES.get(v, v) if isinstance(v, str) else v for k, v in was.items()}
     told = model.family.megatron_args(model.config, model.spec, model.spelling)
     args = kept | {k: v for k, v in told.items() if v is not None or k not in kept}
+    if choices.split.pattern and "hybrid_layer_pattern" in args:
+        args["hybrid_layer_pattern"] = choices.split.marked(str(args["hybrid_layer_pattern"]))
     if choices.mcore < (0, 18) and "hybrid_layer_pattern" in args:
         args["hybrid_override_pattern"] = str(args.pop("hybrid_layer_pattern")).split("/")[0]
     params_dtype = dtypes[next(iter(source.hf))]
@@ -104,7 +124,7 @@ def megatron_args(
         "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        "virtual_pipeline_model_parallel_size": None,
+        **choices.split.args(layout.vpp),
         "context_parallel_size": 1,
         "make_vocab_size_divisible_by": choices.divisible_by,
         "padded_vocab_size": table.params["embedding.word_embeddings.weight"].shape[0],
@@ -128,7 +148,13 @@ def _plain(value: Any) -> bool:
 
 def kept_hf_side(source: Source, folder: str) -> list[SideFile]:
     """The Hugging Face side's own files, under `<folder>/hf/`, with a note of how names are spelled."""
-    note = {"version": 1, "family": source.model.family.NAME, "spelling": asdict(source.model.spelling)}
+    model = source.model
+    note = {
+        "version": 1,
+        "family": model.family.NAME,
+        "spelling": asdict(model.spelling),
+        "wrapping": asdict(model.wrapping),
+    }
     side = [
         SideFile(f"{folder}/hf/config.json", source.config_bytes),
         SideFile(f"{folder}/hf/{SPELLING_FILE}", json.dumps(note, indent=1).encode()),

@@ -1,10 +1,12 @@
 """What a user asks of a conversion, checked before anything is read."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convtools.codecs.cast import FLOATS
 from convtools.errors import UsageError
+from convtools.layout.stages import PipelineSplit
 from convtools.stores.hf_write import parse_size
 
 FORMATS = ("hf", "torch_dist", "torch")
@@ -21,6 +23,17 @@ class Options:
     ep: int | None = None
     etp: int | None = None
     """None with a parallel layout asked for: as tp, which is Megatron's default."""
+    vpp: int | None = None
+    """Model chunks a pipeline rank (`--num-virtual-stages-per-pipeline-rank`)."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | Sequence[Sequence[str]] | None = None
+    """The layers of each stage: `"Ett|ttt|mL"`, or lists of words."""
+    hybrid_layer_pattern: str | None = None
+    """A hybrid model's own pattern, with `|` where a pipeline stage ends."""
     make_vocab_size_divisible_by: int = 128
     padded_vocab_size: int | None = None
     iteration: int | str | None = None
@@ -39,6 +52,8 @@ class Options:
     """Let `dtype` reach the tensors that Megatron keeps in fp32 too."""
     mixed_dtypes: bool = False
     """Accept tensors whose dtype is not the model's, each keeping its own."""
+    allow_inexact: bool = False
+    """Round norms that only one side centres on zero, where their dtype cannot hold what is added exactly."""
     workers: int = 2
     fsync: bool = True
     """Bring every file to disk before it is published; without, a power cut can damage a published copy."""
@@ -73,14 +88,21 @@ class Options:
             raise UsageError(
                 f"{idle[0]} means nothing here", fix="leave it out, or see what it goes with in --help"
             )
-        for name in ("tp", "pp", "ep", "etp", "make_vocab_size_divisible_by", "padded_vocab_size", "workers"):
+        for name in (
+            "tp", "pp", "ep", "etp", "vpp", "num_layers_per_virtual_pipeline_stage",
+            "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+            "make_vocab_size_divisible_by", "padded_vocab_size", "workers",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value < 2**31):
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not a positive number")
-        if self.to == "hf" and any((self.tp, self.pp, self.ep, self.etp)):
+        split = self.split()
+        if self.to == "hf" and self.has_layout:
+            stages = "".join(f", {name}" for name in split.given())
             raise UsageError(
-                "an HF checkpoint has no parallel layout", fix="leave out --tp, --pp, --ep and --etp"
+                "an HF checkpoint has no parallel layout", fix=f"leave out --tp, --pp, --ep, --etp{stages}"
             )
+        split.check()
         if (isinstance(self.iteration, int) and not 1 <= self.iteration < 2**31) or (
             self.iteration not in (None, "release") and not isinstance(self.iteration, int)
         ):
@@ -114,4 +136,19 @@ class Options:
     @property
     def has_layout(self) -> bool:
         """Whether a parallel layout was asked for."""
-        return any(x is not None for x in (self.tp, self.pp, self.ep, self.etp))
+        sizes = (self.tp, self.pp, self.ep, self.etp)
+        return any(x is not None for x in sizes) or bool(self.split().given())
+
+    def split(self) -> PipelineSplit:
+        """How layers are dealt to pipeline stages."""
+        return PipelineSplit(
+            self.pp or 1,
+            self.vpp,
+            self.num_layers_per_virtual_pipeline_stage,
+            self.decoder_first_pipeline_num_layers,
+            self.decoder_last_pipeline_num_layers,
+            self.account_for_embedding_in_pipeline_split,
+            self.account_for_loss_in_pipeline_split,
+            self.pipeline_model_parallel_layout,
+            self.hybrid_layer_pattern,
+        )

@@ -78,7 +78,7 @@ class Resolver:
 
     def __init__(self, source: Source, target: Target) -> None:
         self._to_hf, self._copies = target.to_hf, target.copies
-        self._fills = target.fills
+        self._fills, self._plus = target.fills, _payload_shifts(source, target)
         self._runs: dict[str, _Run] = {}
         stored: list[Piece] = []
         for name, tensor in source.tensors.items():
@@ -128,17 +128,18 @@ class Resolver:
         if not pieces:
             yield Unit(offset, payload.region.numel, payload.dtype, payload.dtype, ())
             return
-        dtype = self._runs[pieces[0].b].dtype
+        dtype, plus = self._runs[pieces[0].b].dtype, self._plus.get(payload.name, 0)
         gathers = [self._gather(p, shape) for p in pieces]
         size = DTYPE_NBYTES[dtype]
-        direct = dtype == payload.dtype and all(g.move.run * size >= DIRECT for g in gathers)
+        direct = dtype == payload.dtype and not plus and all(g.move.run * size >= DIRECT for g in gathers)
         if direct or payload.region.numel * size <= SLAB:
-            yield Unit(offset, payload.region.numel, dtype, payload.dtype, tuple(gathers))
+            yield Unit(offset, payload.region.numel, dtype, payload.dtype, tuple(gathers), plus)
             return
         at, width = offset, DTYPE_NBYTES[payload.dtype]
         for slab in slabs(payload.region, SLAB // size):
             part = self.pieces(payload.name, slab)
-            yield Unit(at, slab.numel, dtype, payload.dtype, tuple(self._gather(p, slab.sizes) for p in part))
+            gathers = [self._gather(p, slab.sizes) for p in part]
+            yield Unit(at, slab.numel, dtype, payload.dtype, tuple(gathers), plus)
             at += slab.numel * width
 
     def _gather(self, piece: Piece, shape: tuple[int, ...]) -> Gather:
@@ -148,6 +149,28 @@ class Resolver:
     def dtype_of(self, piece: Piece) -> str:
         """dtype of the source run of a piece."""
         return self._runs[piece.b].dtype
+
+
+def hf_shifts(source: Source, target: Target) -> dict[str, int]:
+    """What is added to HF tensors on the way, by name: only where one side centres a norm on zero."""
+    sign = (target.format != "hf") - (source.format != "hf")
+    if not sign:
+        return {}
+    params, pieces = source.table.params, source.table.mapping.pieces
+    return {p.b: sign * params[p.a].shift for p in pieces if params[p.a].shift}
+
+
+def _payload_shifts(source: Source, target: Target) -> dict[str, int]:
+    """The same by name of payload. Raises AccountingError where tensors that differ in it meet in one."""
+    by_hf = hf_shifts(source, target)
+    if not by_hf or target.to_hf is None:
+        return by_hf | {name: by_hf[of] for name, of in target.copies.items() if of in by_hf}
+    out: dict[str, int] = {}
+    for piece in target.to_hf.pieces:
+        plus = by_hf.get(piece.b, 0)
+        if out.setdefault(piece.a, plus) != plus:
+            raise AccountingError(f"`{piece.a}` joins norms that are centred and others, such as `{piece.b}`")
+    return {name: plus for name, plus in out.items() if plus}
 
 
 class Totals(NamedTuple):

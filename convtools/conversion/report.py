@@ -6,10 +6,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from convtools.conversion.exactness import Shift
 from convtools.conversion.options import Options
 from convtools.conversion.plan import Target, Totals
 from convtools.conversion.run import PaddingFound
 from convtools.conversion.source import LeftOut, Source
+from convtools.conversion.target_layout import target_layout
 from convtools.layout.numbers import numberless
 from convtools.stores.base import DTYPE_NBYTES
 from convtools.stores.move import SLAB
@@ -61,6 +63,8 @@ class Report:
     peak_nbytes: int
     """Memory for buffers: workers times one slab on each side, whatever the checkpoint's size."""
     casts: tuple[Cast, ...]
+    shifts: tuple[Shift, ...]
+    """Norms that only one side centres on zero, and what of them was rounded."""
     left_out: tuple[LeftOut, ...]
     duplicates: int
     """Repeated copies in the source, each compared byte for byte."""
@@ -85,6 +89,7 @@ def report(
     dst: Path,
     totals: Totals,
     casts: tuple[Cast, ...],
+    shifts: tuple[Shift, ...],
     padding: tuple[PaddingFound, ...],
     notes: tuple[str, ...],
     seconds: float,
@@ -98,10 +103,11 @@ def report(
         BlockLine(name, len(found), sum(n for n, _ in found), sum(b for _, b in found))
         for name, found in tensors.items()
     )
+    chosen = None if options.to == "hf" else target_layout(source, options)
     layout = None
-    if options.to != "hf" and (options.has_layout or options.to == "torch"):
-        tp = options.tp or 1
-        layout = {"tp": tp, "pp": options.pp or 1, "ep": options.ep or 1, "etp": options.etp or tp}
+    if chosen is not None:
+        layout = {"tp": chosen.tp, "pp": chosen.pp, "ep": chosen.ep, "etp": chosen.etp}
+        layout |= {"vpp": chosen.vpp} if chosen.vpp > 1 else {}
     return Report(
         source=str(source.root),
         source_format=source.format,
@@ -119,6 +125,7 @@ def report(
         payload_nbytes=totals.payload_nbytes,
         peak_nbytes=2 * SLAB * options.workers,
         casts=casts,
+        shifts=shifts,
         left_out=source.left_out,
         duplicates=len(source.duplicates),
         padding=padding,

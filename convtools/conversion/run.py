@@ -105,8 +105,8 @@ class Runner:
                 self._movers.append(mover)
         return mover
 
-    def _cast(self, data: memoryview, src: str, dst: str) -> memoryview:
-        out: memoryview = cast(data, src, dst)
+    def _cast(self, data: memoryview, src: str, dst: str, plus: int) -> memoryview:
+        out: memoryview = cast(data, src, dst, plus)
         if lost := overflows(data, src, out, dst):
             raise AccountingError(
                 f"`{self._local.name}`: {lost} numbers are too large for {dst} and would become infinite",

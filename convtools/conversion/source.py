@@ -49,7 +49,7 @@ class Source:
     to_hf: Mapping | None
     """Side a: stored names, side b: HF names. None: they are the same tensors."""
     hf: dict[str, tuple[int, ...]]
-    """Shape of every HF tensor, in the order in which they are written."""
+    """Shape of every HF tensor, in the order in which they are written; those `outside` come last."""
     table: Table
     """The model's table at the source's own (padded) vocabulary."""
     left_out: tuple[LeftOut, ...] = ()
@@ -65,6 +65,8 @@ class Source:
     iteration: int | str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     """Megatron's args as plain values, where the source is a Megatron checkpoint."""
+    outside: tuple[str, ...] = ()
+    """HF tensors outside the language model (towers, projectors): to HF unchanged, or nowhere."""
     layout: ParallelLayout | None = None
     """The parallel layout it was saved at, where that is known."""
 

@@ -40,19 +40,23 @@ def torch_target(source: Source, dtypes: dict[str, str], choices: MegatronChoice
     files: list[FilePlan] = []
     for rank in layout.ranks():
         folder = rank_folder(rank.tp, rank.pp, rank.ep, pp_size=layout.pp, ep_size=layout.ep)
-        model: OrderedDict[str, Any] = OrderedDict()
-        for held in place.held(rank):
-            name = held.name(style)
-            key = f"{folder}/{name}"
-            shapes[key] = held.shape
-            model[name] = Payload(key, Region.whole(held.shape), dtype_of[held.param.name])
-            pieces += [p.renamed(key, p.b) for p in held.pieces]
-            fill = fills.get(held.param.name)
-            here = _local(fill, held.shard, held.shape) if fill else None
-            if here:
-                local_fills[key] = here
-            model |= {state: empty_tensor() for state in held.extra_state_names(style)}
-        value = common_state(args | {"rank": 0}, _number(choices)) | {"model": model}
+        models: OrderedDict[str, Any] = OrderedDict()
+        for chunk in range(layout.vpp):
+            part = "model" if layout.vpp == 1 else f"model{chunk}"
+            at = folder if layout.vpp == 1 else f"{folder}/{part}"
+            model = models[part] = OrderedDict()
+            for held in place.held(rank, chunk):
+                name = held.name(style)
+                key = f"{at}/{name}"
+                shapes[key] = held.shape
+                model[name] = Payload(key, Region.whole(held.shape), dtype_of[held.param.name])
+                pieces += [p.renamed(key, p.b) for p in held.pieces]
+                fill = fills.get(held.param.name)
+                here = _local(fill, held.shard, held.shape) if fill else None
+                if here:
+                    local_fills[key] = here
+                model |= {state: empty_tensor() for state in held.extra_state_names(style)}
+        value = common_state(args | {"rank": 0}, _number(choices)) | models
         value["num_floating_point_operations_so_far"] = 0
         files.append(
             FilePlan(f"{choices.folder}/{folder}/{FILE}", torch_file(value, FILE.removesuffix(".pt")))

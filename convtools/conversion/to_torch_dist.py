@@ -14,7 +14,7 @@ from convtools.conversion.megatron_target import (
 from convtools.conversion.plan import SideFile, Target
 from convtools.conversion.source import Source
 from convtools.errors import AccountingError
-from convtools.families.dist_keys import Form, extra_state, lead, written_form
+from convtools.families.dist_keys import Form, extra_states, lead, written_form
 from convtools.families.rank_tensors import Placement
 from convtools.families.table import Param, Table
 from convtools.layout.mapping import Mapping
@@ -94,9 +94,9 @@ def _files(
             file = files[-1 if place is None else rank]
             file.add(chunk)
             owner = owner or file
-        state = extra_state(param)
-        if state is not None and owner is not None:
-            owner.add_object(state)
+        if owner is not None:
+            for state in extra_states(param):
+                owner.add_object(state)
     return [f for f in files if f.nbytes]
 
 
@@ -112,7 +112,7 @@ def _chunks(
             yield 0, key, _behind(first, Region.whole(shape))
         return
     layout = place.layout
-    base = place.stage(param) * layout.stage_size
+    base = place.stage(param) % layout.pp * layout.stage_size
     size = layout.etp if param.expert else layout.tp
     if param.expert:
         base += param.expert.index // (param.expert.count // layout.ep) * layout.etp

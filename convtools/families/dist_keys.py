@@ -78,6 +78,13 @@ def _form(param: Param, key: str, *, singleton: bool = False, layers: int = 0) -
     return Form(shapes, tuple(pieces))
 
 
+def extra_states(param: Param) -> list[str]:
+    """Names of all (empty) objects that Megatron's strict loader wants beside it."""
+    found = extra_state(param)
+    states = [found] if found else []
+    return [*states, f"{param.memory_state}._extra_state/shard_0_1"] if param.both_stored else states
+
+
 def extra_state(param: Param) -> str | None:
     """Name of the (empty) Transformer Engine object that Megatron's strict loader wants beside it."""
     if param.module is None:

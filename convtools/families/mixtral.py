@@ -1,4 +1,7 @@
-"""Mixtral: GQA, and experts in every layer, named w1 (gate), w3 (up), w2 (down)."""
+"""Mixtral: GQA, and experts in every layer, named w1 (gate), w3 (up), w2 (down).
+
+Fused experts (transformers' `save_original_format=False`) and their router are in `mlp` instead.
+"""
 
 from typing import Any
 
@@ -10,6 +13,7 @@ from convtools.families.gpt import (
     base,
     copies,
     derived,
+    experts_of,
     mcore_spelling,
     megatron_args,
     plain_gpt,
@@ -36,7 +40,7 @@ def parse(config: Config) -> Spec:
     spec = base(
         f,
         tied=f.flag("tie_word_embeddings", default=False),
-        experts=f.size("num_local_experts", most=65_536),
+        experts=experts_of(f),
         expert_ffn=f.size("intermediate_size"),
         moe_module="block_sparse_moe.",
         expert_names=("w1", "w3", "w2"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from convtools.errors import AccountingError, capped
 from convtools.families.blocks.attention import attention
-from convtools.families.blocks.embedding import embedding, head
+from convtools.families.blocks.embedding import beside_tied_head, embedding, head
 from convtools.families.blocks.mamba import mamba
 from convtools.families.blocks.mlp import mlp
 from convtools.families.blocks.moe import latent, routed_experts, router, shared_experts
@@ -17,7 +17,7 @@ from convtools.families.blocks.mtp import hybrid_mtp
 from convtools.families.config import Config, Fields
 from convtools.families.hybrid_pattern import hybrid_pattern
 from convtools.families.nemotron_h_args import hf_config, megatron_args
-from convtools.families.table import LAST, Block, Copy, Row, norm, placed
+from convtools.families.table import EITHER, LAST, Block, Copy, Row, norm, placed
 
 __all__ = [
     "ARCHITECTURES", "NAME", "PROOF", "Spec", "Spelling",
@@ -210,6 +210,8 @@ def rows(spec: Spec, spelling: Spelling, padded_vocab: int) -> Iterator[Row]:
     for i, kind in enumerate(spec.pattern):
         yield from _placed(blocks[kind], f"decoder.layers.{i}.", f"{top}layers.{i}.", i)
     final = norm("decoder.final_norm.weight", f"{top}norm_f.weight", hidden, "decoder.final_layernorm.weight")
+    if spec.tied:
+        final = beside_tied_head(final)
     yield from placed([final], "", "", LAST)
     if not spec.tied:
         yield head("lm_head.weight", **vocab, extra_state=True)
@@ -256,7 +258,7 @@ def _layer(spec: Spec, spelling: Spelling, kind: str) -> tuple[Row, Block]:
     if kind == "-":
         pre_norm = norm("mlp.linear_fc1.layer_norm_weight", "norm.weight", h, "pre_mlp_layernorm.weight")
         return pre_norm, mlp(hidden=h, ffn=spec.ffn, bias=spec.mlp_bias)
-    moe = router(experts=spec.experts, hidden=h)
+    moe = router(experts=spec.experts, hidden=h, precision=EITHER)
     if spec.latent:
         moe += latent(hidden=h, latent=spec.latent)
     if spec.shared_ffn:

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3 (dense), and Qwen3-MoE."""
+"""Qwen2, Qwen2.5, Qwen3 (dense), Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B) and Qwen3-MoE."""
 
 from typing import Any
 
@@ -10,12 +10,14 @@ from convtools.families.gpt import (
     base,
     copies,
     derived,
+    experts_of,
     mcore_spelling,
-    megatron_args,
+    megatron_args as gpt_args,
     plain_gpt,
     rows,
     spelling,
 )  # fmt: skip
+from convtools.families.gpt_args import moe_layers_of
 
 __all__ = [
     "ARCHITECTURES", "NAME", "PROOF", "Spec", "Spelling",
@@ -25,8 +27,9 @@ __all__ = [
 NAME = "qwen"
 PROOF = {
     "Qwen2ForCausalLM": "files of real Megatron and Megatron-Bridge",
+    "Qwen2MoeForCausalLM": "parts of Qwen2 and Qwen3-Next, rows by hand, and what transformers writes",
     "Qwen3ForCausalLM": "parts of Qwen2 and Qwen3-MoE, and round trips",
-    "Qwen3MoeForCausalLM": "files of real Megatron and Megatron-Bridge",
+    "Qwen3MoeForCausalLM": "files of real Megatron and Megatron-Bridge; with dense layers: round trips",
 }
 """What its tables were checked against, by architecture."""
 ARCHITECTURES = tuple(PROOF)
@@ -43,37 +46,73 @@ def parse(config: Config) -> Spec:
         bias = f.flag("attention_bias", default=False)
         spec = base(f, tied=tied, qk_norm=True, qkv_bias=bias, proj_bias=bias)
     else:
-        bias = f.flag("attention_bias", default=False)
-        if f.size("decoder_sparse_step", default=1) != 1 or f.get("mlp_only_layers", default=[]):
-            f.refuse(
-                "some layers are dense (`decoder_sparse_step`, `mlp_only_layers`): not in this table yet"
-            )
-        experts = f.size("num_experts", "num_local_experts", "n_routed_experts", most=65_536)
-        spec = base(
-            f, tied=tied, qk_norm=True, qkv_bias=bias, proj_bias=bias,
-            experts=experts, expert_ffn=f.size("moe_intermediate_size"),
-        )  # fmt: skip
+        moe: dict[str, Any] = {
+            "experts": experts_of(f),
+            "expert_ffn": f.size("moe_intermediate_size"),
+            "moe_layers": _moe_layers(f),
+        }
+        if name == "Qwen2MoeForCausalLM":
+            spec = base(
+                f, tied=tied, qkv_bias=f.flag("qkv_bias", default=True), shared_gate=True,
+                shared_ffn=f.size("shared_expert_intermediate_size"), shared_module="shared_expert.", **moe,
+            )  # fmt: skip
+        else:
+            bias = f.flag("attention_bias", default=False)
+            spec = base(f, tied=tied, qk_norm=True, qkv_bias=bias, proj_bias=bias, **moe)
     f.done()
     return spec
 
 
+def _moe_layers(f: Fields) -> tuple[bool, ...] | None:
+    """Every `decoder_sparse_step`-th layer has experts, but those in `mlp_only_layers`; None: all have."""
+    layers = f.size("num_hidden_layers", most=10_000)
+    step = f.size("decoder_sparse_step", default=1)
+    dense = f.get("mlp_only_layers", default=[])
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        f.refuse(f"`mlp_only_layers` must list indices of the {layers} layers")
+        return None
+    only = set(dense)
+    moe = tuple((i + 1) % step == 0 and i not in only for i in range(layers))
+    return None if all(moe) else moe
+
+
+def megatron_args(config: Config, spec: Spec, spelling: Spelling) -> dict[str, Any]:
+    """The part of Megatron's `args` that config.json decides."""
+    args = gpt_args(config, spec, spelling)
+    if spec.experts:
+        args["moe_router_pre_softmax"] = not config.get("norm_topk_prob")
+    return args
+
+
 def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Any], list[str]]:
     """(config.json derived from Megatron's args, what could not be derived)."""
-    experts, norms, bias = (
-        arg(args, "num_experts"),
-        bool(args.get("qk_layernorm")),
-        bool(args.get("add_qkv_bias")),
-    )
-    if not plain_gpt(args) or args.get("add_bias_linear") or norms == bias or (experts and not norms):
+    experts, shared = arg(args, "num_experts"), args.get("moe_shared_expert_intermediate_size")
+    norms, bias = bool(args.get("qk_layernorm")), bool(args.get("add_qkv_bias"))
+    moe = moe_layers_of(args) if experts else ()
+    plain = plain_gpt(dict(args) | {"moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1})
+    if (
+        not plain
+        or moe is None
+        or args.get("add_bias_linear")
+        or norms == bias
+        or bool(shared) != bool(experts and bias)
+        or bool(shared) != bool(args.get("moe_shared_expert_gate"))
+    ):
         return {}, ["another architecture, by its args"]
-    if not norms:
-        return derived(args, "Qwen2ForCausalLM")
     if not experts:
+        if bias:
+            return derived(args, "Qwen2ForCausalLM")
         return derived(args, "Qwen3ForCausalLM", attention_bias=False)
+    name, own = (
+        ("Qwen2MoeForCausalLM", {"qkv_bias": True, "shared_expert_intermediate_size": shared})
+        if bias
+        else ("Qwen3MoeForCausalLM", {"attention_bias": False})
+    )
     config, missing = derived(
-        args, "Qwen3MoeForCausalLM", attention_bias=False, num_experts=experts,
+        args, name, **own, num_experts=experts,
         moe_intermediate_size=args.get("moe_ffn_hidden_size"),
         num_experts_per_tok=args.get("moe_router_topk"),
-        decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=not args.get("moe_router_pre_softmax"),
+        decoder_sparse_step=1, mlp_only_layers=[i for i, x in enumerate(moe) if not x],
+        norm_topk_prob=not args.get("moe_router_pre_softmax"),
     )  # fmt: skip
-    return config | {"model_type": "qwen3_moe"}, missing
+    return config | {"model_type": "qwen2_moe" if bias else "qwen3_moe"}, missing

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from convtools.errors import ParallelError
-from convtools.families.table import FIRST, LAST, Param
+from convtools.families.table import FIRST, Param
 from convtools.layout.parallel import ParallelLayout, Rank
 from convtools.layout.piece import Loop, Piece
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_DECODER = "decoder.layers."
+_DECODER, _MTP = "decoder.layers.", "mtp."
+_GPT_NORM, _HYBRID_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class MemoryStyle:
 
     mcore: tuple[int, int] = (0, 19)
     """megatron-core's version: 0.17 renamed GPT's `transformer_layer` of MTP to `mtp_model_layer`, 0.19
-    `conv1d.weight` to `conv1d_weight`."""
+    Mamba's `conv1d.weight` to `conv1d_weight`."""
     grouped_experts: bool = True
     """`linear_fc1.weight{e}` (grouped GEMM), or `local_experts.{e}.linear_fc1.weight` (sequential)."""
 
@@ -39,7 +40,7 @@ class Held:
     pieces: tuple[Piece, ...]
     """Rank tensor (side a, unnamed) ~ parameter."""
     local_layer: int | None
-    """Index of its layer within the pipeline stage."""
+    """Index of its layer within the model chunk."""
     local_expert: int | None
     called: str
     """The parameter's name, or the name of the copy that this rank holds."""
@@ -59,7 +60,7 @@ class Held:
             return f"{head}.experts.{linear}.{kind}" + (
                 "" if kind == "_extra_state" else str(self.local_expert)
             )
-        return name.replace(".conv1d.", ".conv1d_") if style.mcore >= (0, 19) else name
+        return name.replace(".mixer.conv1d.", ".mixer.conv1d_") if style.mcore >= (0, 19) else name
 
     def names(self) -> dict[str, None]:
         """Every name under which a checkpoint may hold it, the likeliest first."""
@@ -81,38 +82,53 @@ class Placement:
     """
 
     def __init__(self, params: Iterable[Param], layout: ParallelLayout, *, tied: bool) -> None:
+        params = list(params)
+        layout.check_stages({p.stage for p in params if isinstance(p.stage, int)})
+        check_layout(params, layout)
         self.layout = layout
         self._dense: dict[int, list[tuple[Param, str]]] = defaultdict(list)
         self._experts: dict[tuple[int, int], list[Param]] = defaultdict(list)
         self._stage_of = {
             layer: (s, i) for s, layers in enumerate(layout.stages) for i, layer in enumerate(layers)
         }
-        last = layout.pp - 1
-        params = list(params)
-        layout.check_stages({p.stage for p in params if isinstance(p.stage, int)})
-        check_layout(params, layout)
-        has_mtp = any(p.name.startswith("mtp.") for p in params)
+        last = len(layout.stages) - 1
+        has_mtp = any(p.name.startswith(_MTP) for p in params)
+        self._last = last
+        self._mtp = last if layout.mtp is None else layout.mtp
+        # GPT's final norm follows the last decoder layer, and a stage of MTP or loss alone may lie behind.
+        behind = self._stage_of[max(self._stage_of)][0] if has_mtp and self._stage_of else last
+        known = layout.final_norm
+        self._norm = {
+            _GPT_NORM: behind if known is None else known,
+            _HYBRID_NORM: last if known is None else known,
+        }
         for p in params:
-            pp = self.stage(p)
+            stage = self.stage(p)
             if p.expert:
-                self._experts[pp, p.expert.index // (p.expert.count // layout.ep)].append(p)
+                self._experts[stage, p.expert.index // (p.expert.count // layout.ep)].append(p)
                 continue
-            self._dense[pp].append((p, p.name))
-            if p.name == EMBEDDING and last:
-                # The last stage looks tokens up for MTP, and multiplies by them where the head is tied.
-                self._dense[last] += [(p, EMBEDDING)] * has_mtp + [(p, OUTPUT)] * tied
+            self._dense[stage].append((p, p.name))
+            if p.name == EMBEDDING:
+                # The stage of MTP looks tokens up, and a tied head multiplies by them.
+                self._dense[self._mtp] += [(p, EMBEDDING)] * (has_mtp and self._mtp > 0)
+                self._dense[last] += [(p, OUTPUT)] * (tied and last > 0)
 
     def stage(self, param: Param) -> int:
-        """The pipeline stage that holds a parameter."""
+        """The virtual pipeline stage that holds a parameter: `chunk * pp + pipeline rank`."""
+        if isinstance(param.stage, int):
+            return self._stage_of[param.stage][0]
         if param.stage == FIRST:
             return 0
-        return self.layout.pp - 1 if param.stage == LAST else self._stage_of[int(param.stage)][0]
+        if param.name.startswith(_MTP):
+            return self._mtp
+        return self._norm.get(param.name, self._last)
 
-    def held(self, rank: Rank) -> Iterator[Held]:
-        """Everything one rank holds."""
-        for p, called in self._dense[rank.pp]:
+    def held(self, rank: Rank, chunk: int = 0) -> Iterator[Held]:
+        """Everything one rank holds in one of its model chunks."""
+        stage = chunk * self.layout.pp + rank.pp
+        for p, called in self._dense[stage]:
             yield self._part(p, rank.tp, self.layout.tp, called, None)
-        for p in self._experts[rank.pp, rank.ep]:
+        for p in self._experts[stage, rank.ep]:
             assert p.expert is not None
             local = p.expert.index % (p.expert.count // self.layout.ep)
             yield self._part(p, rank.etp, self.layout.etp, p.name, local)

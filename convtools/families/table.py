@@ -51,12 +51,16 @@ class Param:
     """The Transformer Engine module that saves an (empty) `_extra_state` beside this tensor."""
     memory_state: str | None = None
     """A further module that saves an empty `_extra_state` in memory, but not in `torch_dist`."""
+    both_stored: bool = False
+    """Whether `torch_dist` has that further module's state after all, as Megatron's hybrid model saves it."""
     aliases: tuple[str, ...] = ()
     """Names that other layer specs give the same tensor."""
     precision: str = MODEL
     """MODEL, EITHER or FP32. `--dtype` leaves what is fp32 by FP32 or EITHER alone unless told otherwise."""
     vocab: int | None = None
     """Rows of the true vocabulary, where the rows past it are padding."""
+    shift: int = 0
+    """Megatron's numbers are Hugging Face's plus this: -1 where only Megatron centres a norm on zero."""
 
     @property
     def stack(self) -> str:

@@ -23,7 +23,9 @@ def boxes_of(piece: Piece) -> Iterator[Box]:
     per_dim: list[list[tuple[int, int]]] = []
     for dim, origin in enumerate(piece.a_origin):
         loops = sorted((x for x in piece.loops if x.a_dim == dim), key=lambda x: -x.a_step)
-        run = loops.pop().n if loops and loops[-1].a_step == 1 else 1
+        run = 1
+        while loops and loops[-1].a_step == run:  # an interleave with no gaps is one run
+            run *= loops.pop().n
         starts = [origin]
         for loop in loops:
             starts = [s + i * loop.a_step for s in starts for i in range(loop.n)]

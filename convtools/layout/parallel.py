@@ -104,19 +104,31 @@ class ParallelLayout:
     ep: int = 1
     etp: int = 1
     stages: tuple[tuple[int, ...], ...] = ((),)
-    """Global indices of the decoder layers of each stage, in order."""
+    """Global indices of the decoder layers of each virtual stage, in pipeline order: stage `c * pp + r` is
+    chunk c of pipeline rank r."""
+    vpp: int = 1
+    """Model chunks a pipeline rank; above 1: interleaved (virtual) stages."""
+    mtp: int | None = None
+    """The virtual stage that holds the MTP layers; None: the last."""
+    final_norm: int | None = None
+    """The virtual stage with the final norm, where that is known; None: as megatron-core 0.16 places it."""
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "ep", "etp"):
+        for axis in ("tp", "pp", "ep", "etp", "vpp"):
             _at_least_one(axis, getattr(self, axis))
 
     def check_stages(self, layers: Iterable[int]) -> None:
-        """Raise ParallelError unless there are `pp` stages, which hold each of `layers` exactly once."""
-        if len(self.stages) != self.pp:
+        """Raise ParallelError unless `pp * vpp` stages hold each of `layers` exactly once."""
+        if len(self.stages) != self.pp * self.vpp:
+            chunks = f" and vpp={self.vpp}" if self.vpp > 1 else ""
             raise ParallelError(
-                f"pp={self.pp}, but {len(self.stages)} stages of layers are given",
+                f"pp={self.pp}{chunks}, but {len(self.stages)} stages of layers are given",
                 fix="give one tuple of layers for each pipeline stage",
             )
+        for name in ("mtp", "final_norm"):
+            at = getattr(self, name)
+            if at is not None and not 0 <= at < len(self.stages):
+                raise ParallelError(f"{name}={at} is none of the {len(self.stages)} stages")
         held = Counter(layer for stage in self.stages for layer in stage)
         wanted = set(layers)
         faults = [f"layer {n} in none" for n in sorted(wanted - held.keys())]
@@ -124,9 +136,17 @@ class ParallelLayout:
         if faults:
             raise ParallelError(
                 "the pipeline stages do not hold each layer exactly once",
-                expected=f"each in one of {self.pp} stages",
+                expected=f"each in one of {len(self.stages)} stages",
                 found=capped(faults),
             )
+
+    def layers(self, pp: int) -> tuple[tuple[int, ...], ...]:
+        """The layers of each chunk of one pipeline rank.
+
+        >>> ParallelLayout(pp=2, vpp=2, stages=((0, 1), (2, 3), (4, 5), (6, 7))).layers(0)
+        ((0, 1), (4, 5))
+        """
+        return self.stages[pp :: self.pp]
 
     @property
     def stage_size(self) -> int:

@@ -154,6 +154,9 @@ def _meet_dim(p0: int, ps: list[_Axis], q0: int, qs: list[_Axis]) -> list[_Joint
         return [_Joint([], [], [(x.n, x.loop, 1, y.loop, 1) for x, y in zip(ps, qs, strict=True)])]
     ps = sorted(ps, key=lambda x: -x.step)
     qs = sorted(qs, key=lambda x: -x.step)
+    alike = _meet_interleaved(p0, ps, q0, qs)
+    if alike is not None:
+        return alike
     if _outer(qs) < _outer(ps):
         return [
             _Joint(q, p, [(n, c, d, a, b) for n, a, b, c, d in loops])
@@ -175,6 +178,32 @@ def _meet_runs(p0: int, p: _Axis | None, q0: int, q: _Axis | None) -> list[_Join
             [(n, p.loop, 1, q.loop, 1)] if p and q and n > 1 else [],
         )
     ]
+
+
+def _meet_interleaved(p0: int, ps: list[_Axis], q0: int, qs: list[_Axis]) -> list[_Joint] | None:
+    """Two nests whose outermost step is the same, such as the even rows of rows g0 u0 g1 u1 ...
+
+    They meet in every period alike, so the periods meet as runs do, and what is inside a period
+    meets once. None where that is not so: other steps, or what is inside crosses a period's edge.
+    """
+    if not (ps and qs and ps[0].step == qs[0].step > 1):
+        return None
+    (p, *p_inner), (q, *q_inner), period = ps, qs, ps[0].step
+    ahead, offset = divmod(p0 - q0, period)
+    if offset + _reach(p_inner) > period or _reach(q_inner) > period:
+        return None
+    outer = _meet_runs(ahead, p, 0, q)
+    inner = _meet_dim(offset, p_inner, 0, q_inner)
+    return [
+        _Joint([*a.p_start, *b.p_start], [*a.q_start, *b.q_start], [*a.loops, *b.loops])
+        for a in outer
+        for b in inner
+    ]
+
+
+def _reach(axes: list[_Axis]) -> int:
+    """How far a nest spans from its first element."""
+    return 1 + sum((x.n - 1) * x.step for x in axes)
 
 
 def _outer(axes: list[_Axis]) -> int:

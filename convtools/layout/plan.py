@@ -37,6 +37,26 @@ class Move(NamedTuple):
         """(dst, src) of every contiguous run, in order of the loops."""
         yield from _runs(self.dst, self.src, self.loops)
 
+    def halves(self) -> tuple["Move", "Move"]:
+        """The same elements as two moves, cut where the source is widest; there must be a loop.
+
+        >>> [half.src for half in Move(0, 0, (Stride(3, 1, 10),), 1).halves()]
+        [0, 10]
+        """
+        i = max(range(len(self.loops)), key=lambda i: (self.loops[i].n - 1) * self.loops[i].src)
+        n, d, s = self.loops[i]
+        first = n // 2
+        outer, inner = self.loops[:i], self.loops[i + 1 :]
+        return (
+            Move(self.dst, self.src, (*outer, Stride(first, d, s), *inner), self.run),
+            Move(
+                self.dst + first * d,
+                self.src + first * s,
+                (*outer, Stride(n - first, d, s), *inner),
+                self.run,
+            ),
+        )
+
 
 def _runs(dst: int, src: int, loops: tuple[Stride, ...]) -> Iterator[tuple[int, int]]:
     if not loops:

@@ -85,6 +85,18 @@ class View:
         object.__setattr__(view, "name", name)
         return view
 
+    def factored(self, axis: int, *sizes: int) -> "View":
+        """The same elements with one axis written as several: runs of a slice that have runs of their own.
+
+        >>> View("in_proj.weight", 10, 3)[2:8].factored(0, 2, 3).axes
+        (Axis(dim=0, size=2, step=3), Axis(dim=0, size=3, step=1), Axis(dim=1, size=3, step=1))
+        """
+        old = self.axes[axis]
+        if prod(sizes) != old.size:
+            raise IndexError(f"`{self.name}`: {sizes} do not make up axis {axis} of size {old.size}")
+        new = [Axis(old.dim, n, old.step * prod(sizes[i + 1 :])) for i, n in enumerate(sizes)]
+        return self._with([*self.axes[:axis], *new, *self.axes[axis + 1 :]], list(self.origin))
+
     def permuted(self, *order: int) -> "View":
         """The same elements with the axes in another order (a transpose)."""
         if sorted(order) != list(range(len(self.axes))):

@@ -6,7 +6,7 @@ is left unread and why, and what a converter must carry along are all said by na
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,11 +20,11 @@ from convtools.stores.names import is_unicode, tick
 from convtools.stores.regular_file import absence
 from convtools.stores.safetensors_header import SUB_BYTE_BITS, HeaderEntry, read_header
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
-_MAX_CONFIG_NBYTES = 50_000_000
-_MAX_FILES = 100_000
-_SKIPPED = frozenset((".git", ".cache"))
+MAX_CONFIG_NBYTES = 50_000_000
+MAX_FILES = 100_000
+SKIPPED = frozenset((".git", ".cache"))
 _LINKED_FOLDER = "a link to a folder: it may lead anywhere, and is not followed"
 
 
@@ -59,7 +59,7 @@ def is_hf(root: Path) -> bool:
         names = os.listdir(root)
     except OSError:
         return False
-    return _CONFIG in names and any(n.endswith((".safetensors", ".safetensors.index.json")) for n in names)
+    return CONFIG in names and any(n.endswith((".safetensors", ".safetensors.index.json")) for n in names)
 
 
 def open_hf(root: Path, *, list_sub_byte: bool = False) -> HFCheckpoint:
@@ -74,9 +74,9 @@ def open_hf(root: Path, *, list_sub_byte: bool = False) -> HFCheckpoint:
         top = sorted(os.listdir(root))
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint folder: {error.strerror}", where=root) from None
-    if _CONFIG not in top:
-        _refuse_folder(root, top)
-    config_bytes, config = read_json(root / _CONFIG, _MAX_CONFIG_NBYTES, constants=True)
+    if CONFIG not in top:
+        refuse_folder(root, top)
+    config_bytes, config = read_json(root / CONFIG, MAX_CONFIG_NBYTES, constants=True)
     index_file = choose_index(root, top)
     if index_file is None:
         check_single(root, top)
@@ -85,11 +85,26 @@ def open_hf(root: Path, *, list_sub_byte: bool = False) -> HFCheckpoint:
     else:
         assigned = read_index(root / index_file)
         headers = read_assigned(root, index_file, assigned)
+    tensors, sub_byte, stray = place_tensors(headers, assigned, lambda file: root / file)
+    if not list_sub_byte:
+        refuse_sub_byte(root, sub_byte)
+    unread, side = _other_files(root, {CONFIG, *headers}, index_file)
+    return HFCheckpoint(
+        root, config, config_bytes, tensors, sub_byte, index_file, tuple(headers), unread, stray, side
+    )
+
+
+def place_tensors(
+    headers: Mapping[str, Mapping[str, HeaderEntry]],
+    assigned: Mapping[str, str] | None,
+    place: Callable[[str], Path],
+) -> tuple[dict[str, StoredTensor], dict[str, HeaderEntry], tuple[tuple[str, str], ...]]:
+    """(tensors, sub-byte tensors, stray tensors) of the files whose headers were read; see `HFCheckpoint`."""
     tensors: dict[str, StoredTensor] = {}
     sub_byte: dict[str, HeaderEntry] = {}
     stray = []
     for file, entries in headers.items():
-        path = root / file
+        path = place(file)
         for name, entry in entries.items():
             if assigned is not None and assigned.get(name) != file:
                 stray.append((name, file))
@@ -98,40 +113,41 @@ def open_hf(root: Path, *, list_sub_byte: bool = False) -> HFCheckpoint:
             else:
                 blob = Blob(path, entry.start, Region.whole(entry.shape))
                 tensors[name] = StoredTensor(name, entry.dtype, entry.shape, (blob,))
-    if sub_byte and not list_sub_byte:
+    return tensors, sub_byte, tuple(stray)
+
+
+def refuse_sub_byte(root: Path, sub_byte: Mapping[str, HeaderEntry]) -> None:
+    """Raise `UnsupportedEncoding` if there are tensors narrower than a byte."""
+    if sub_byte:
         raise UnsupportedEncoding(
             "the weights are narrower than a byte, and are not read as numbers",
             where=root,
             found=capped(f"{tick(name)} ({entry.dtype})" for name, entry in sub_byte.items()),
             fix="convert the unquantised (bf16) checkpoint of the model",
         )
-    unread, side = _other_files(root, {_CONFIG, *headers}, index_file)
-    return HFCheckpoint(
-        root, config, config_bytes, tensors, sub_byte, index_file, tuple(headers), unread, tuple(stray), side
-    )
 
 
 def read_config(root: Path) -> tuple[bytes, dict[str, Any]]:
     """(bytes, object) of `root/config.json`. Raises `CheckpointError`."""
-    return read_json(Path(root) / _CONFIG, _MAX_CONFIG_NBYTES, constants=True)
+    return read_json(Path(root) / CONFIG, MAX_CONFIG_NBYTES, constants=True)
 
 
 def side_files(root: Path) -> tuple[str, ...]:
     """What a converter carries along: all files but config.json and weights. Raises `CheckpointError`."""
-    return _other_files(Path(root), {_CONFIG}, None)[1]
+    return _other_files(Path(root), {CONFIG}, None)[1]
 
 
-def _refuse_folder(root: Path, top: list[str]) -> None:
+def refuse_folder(root: Path, top: list[str]) -> None:
     """Say why a folder without `config.json` is no checkpoint."""
     if _ADAPTER in top:
         raise UnsupportedEncoding(
             "a PEFT (LoRA) adapter, not a model",
             where=root,
-            found=f"`{_ADAPTER}` and no `{_CONFIG}`",
+            found=f"`{_ADAPTER}` and no `{CONFIG}`",
             fix="merge the adapter into its base model first (peft: merge_and_unload), and convert that",
         )
     raise CheckpointError(
-        f"no `{_CONFIG}` in the folder",
+        f"no `{CONFIG}` in the folder",
         where=root,
         found=capped(map(tick, top)) or "an empty folder",
         fix="give the folder that `save_pretrained` wrote, or a full download of the repository",
@@ -142,8 +158,15 @@ def _other_files(
     root: Path, read: set[str], index_file: str | None
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """(unread weights with the reason, side files); raises for a side file that cannot be copied."""
+    return sort_files(root, sorted(_walk(root)), read, index_file)
+
+
+def sort_files(
+    root: Path, listed: Iterable[tuple[str, str]], read: Container[str], index_file: str | None
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """(unread weights with the reason, side files) of `listed`: (file, why it cannot be read or "")."""
     unread, side, broken = [], [], []
-    for name, fault in sorted(_walk(root)):
+    for name, fault in listed:
         if name in read or name == index_file:
             continue
         if fault == _LINKED_FOLDER or WEIGHTS.fullmatch(name):
@@ -170,15 +193,15 @@ def _walk(root: Path) -> Iterator[tuple[str, str]]:
 
     count = 0
     for folder, dirs, files in os.walk(root, onerror=stop):
-        dirs[:] = [name for name in dirs if name not in _SKIPPED]
+        dirs[:] = [name for name in dirs if name not in SKIPPED]
         count += len(files)
-        if count > _MAX_FILES:
-            raise CheckpointError(f"over {_MAX_FILES} files: this is not a checkpoint's folder", where=root)
+        if count > MAX_FILES:
+            raise CheckpointError(f"over {MAX_FILES} files: this is not a checkpoint's folder", where=root)
         for name in dirs:
             if os.path.islink(os.path.join(folder, name)):
                 yield _relative(folder, name, root), _LINKED_FOLDER
         for name in files:
-            if name not in _SKIPPED:
+            if name not in SKIPPED:
                 yield _relative(folder, name, root), absence(Path(folder, name)) or ""
 
 

@@ -6,6 +6,7 @@ weights lie side by side and nothing says which is meant, neither is read.
 
 import re
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from convtools.errors import CheckpointError, UnsupportedEncoding, capped, together
@@ -23,18 +24,23 @@ WEIGHTS = re.compile(
 )
 """Names of files that hold weights, in any format, or that are an index of such files."""
 
-_MAX_INDEX_NBYTES = 200_000_000
+MAX_INDEX_NBYTES = 200_000_000
 _SHARD = re.compile(r"model-\d+-of-(?P<total>\d+)\.safetensors")
 
 
-def choose_index(root: Path, top: list[str]) -> str | None:
-    """The index to follow, if there is one. Raises `CheckpointError` where it is unclear which."""
+def choose_index(
+    root: Path, top: list[str], read: Callable[[Path], Mapping[str, str]] | None = None
+) -> str | None:
+    """The index to follow, if there is one. Raises `CheckpointError` where it is unclear which.
+
+    `read` is `read_index`, or does the same for a `root` that is not on this disk.
+    """
     found = [name for name in top if name.endswith(".safetensors.index.json")]
     if INDEX in found or not found:
         return INDEX if found else None
     if len(found) > 1:
         raise _rivals(root, found)
-    named = set(read_index(root / found[0]).values())
+    named = set((read or read_index)(root / found[0]).values())
     others = [name for name in top if name == SINGLE or _model_set(name)]
     if set(others) - named:
         raise _rivals(root, found + others)
@@ -79,7 +85,11 @@ def read_index(path: Path) -> dict[str, str]:
 
     Raises `CheckpointError` for a name that could lead out of the folder, among other things.
     """
-    _, index = read_json(path, _MAX_INDEX_NBYTES, constants=False)
+    return weight_map(read_json(path, MAX_INDEX_NBYTES, constants=False)[1], path)
+
+
+def weight_map(index: Mapping[str, object], path: Path) -> dict[str, str]:
+    """The same of an index that was read. Raises as `read_index` does."""
     found = index.get("weight_map")
     if not isinstance(found, dict) or not found:
         raise CheckpointError(
@@ -106,6 +116,20 @@ def read_assigned(root: Path, index_file: str, assigned: dict[str, str]) -> dict
     files = sorted(set(assigned.values()))
     absent = {file: why for file in files if (why := absence(root / file))}
     headers = {file: read_header(root / file).tensors for file in files if file not in absent}
+    check_assigned(root / index_file, assigned, absent, headers)
+    return headers
+
+
+def check_assigned(
+    index: Path,
+    assigned: Mapping[str, str],
+    absent: Mapping[str, str],
+    headers: Mapping[str, Mapping[str, HeaderEntry]],
+) -> None:
+    """Raise `CheckpointError` unless every tensor of an index lies where it says.
+
+    `absent` says why a file could not be read; `headers` has all the others.
+    """
     homes = {name: file for file, entries in headers.items() for name in entries}
     lost: defaultdict[str, list[str]] = defaultdict(list)
     nowhere, elsewhere = [], []
@@ -129,9 +153,8 @@ def read_assigned(root: Path, index_file: str, assigned: dict[str, str]) -> dict
             f"tensors of the index that lie in another shard ({len(elsewhere)}): {capped(elsewhere)}"
         )
     if problems:
-        fix = f"fetch the missing files again, or correct {root / index_file}"
+        fix = f"fetch the missing files again, or correct {index}"
         raise together(CheckpointError, problems, fix=fix)
-    return headers
 
 
 def _model_set(name: str) -> str | None:

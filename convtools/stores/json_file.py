@@ -22,6 +22,11 @@ def read_json(path: Path, limit: int, *, constants: bool) -> tuple[bytes, dict[s
                 f"{tick(path.name)} is too large", where=path, expected=f"<= {limit} bytes", found=size
             )
         raw = file.read(limit)
+    return raw, json_object(raw, path, constants=constants)
+
+
+def json_object(raw: bytes, path: Path, *, constants: bool) -> dict[str, Any]:
+    """`raw` of `path` as a JSON object. Raises `CheckpointError`."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -29,7 +34,7 @@ def read_json(path: Path, limit: int, *, constants: bool) -> tuple[bytes, dict[s
     made = strict_json(text, path, constants=constants)
     if not isinstance(made, dict):
         raise CheckpointError(f"{tick(path.name)} is not a JSON object", where=path, found=tick(made))
-    return raw, made
+    return made
 
 
 def strict_json(text: str, path: Path, *, base: int = 0, constants: bool = False) -> object:

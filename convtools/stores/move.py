@@ -22,6 +22,8 @@ SLAB = 8 << 20
 """Bytes of a destination that are gathered at once."""
 DIRECT = 64 << 10
 """Runs of at least so many bytes are copied by the kernel."""
+WINDOW = 8 << 20
+"""Bytes of a source that are mapped at once, for a transpose reads all over its file."""
 _BUFFER = 4 << 20  # what is read before it is written: it stays in the cache of a core
 _STEP = 64 << 20  # between two looks at progress and at a wish to stop
 _OPEN_FILES = 64
@@ -46,6 +48,13 @@ class Unit:
     src_dtype: str
     dst_dtype: str
     gathers: tuple[Gather, ...]
+    plus: int = 0
+    """What is added to every number on the way."""
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether the bytes need no more than copying."""
+        return self.src_dtype == self.dst_dtype and not self.plus
 
 
 class Mover:
@@ -54,7 +63,7 @@ class Mover:
     def __init__(
         self,
         progress: Callable[[int], None] = lambda nbytes: None,
-        cast: Callable[[Any, str, str], Any] | None = None,
+        cast: Callable[[Any, str, str, int], Any] | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self._progress = progress
@@ -87,7 +96,7 @@ class Mover:
         if self._stop.is_set():
             raise StorageError("stopped before the end")
         size = DTYPE_NBYTES[unit.src_dtype]
-        if unit.src_dtype == unit.dst_dtype and all(g.move.run * size >= DIRECT for g in unit.gathers):
+        if unit.as_it_is and all(g.move.run * size >= DIRECT for g in unit.gathers):
             for g in unit.gathers:
                 for to, of in g.move.runs():
                     self._copy(g.path, g.offset + of * size, dst, unit.offset + to * size, g.move.run * size)
@@ -95,7 +104,7 @@ class Mover:
                 self._progress(holes * size)
             return
         view = self.gather(unit)
-        out = view if unit.src_dtype == unit.dst_dtype else self._converted(view, unit)
+        out = view if unit.as_it_is else self._converted(view, unit)
         write_all(dst, out, unit.offset)
         self._progress(len(out))
 
@@ -121,7 +130,7 @@ class Mover:
 
     def _converted(self, view: memoryview, unit: Unit) -> memoryview:
         assert self._cast is not None, "a plan that casts needs a cast"
-        out: memoryview = self._cast(view, unit.src_dtype, unit.dst_dtype)
+        out: memoryview = self._cast(view, unit.src_dtype, unit.dst_dtype, unit.plus)
         return out
 
     def _copy(self, path: Path, of: int, dst: int, to: int, nbytes: int) -> None:
@@ -169,6 +178,10 @@ def _gather_strided(path: Path, src: int, offset: int, move: Move, size: int, vi
 
     first = offset + move.src * size
     extent = (sum((s.n - 1) * s.src for s in move.loops) + move.run) * size
+    if extent > WINDOW:
+        for half in move.halves():
+            _gather_strided(path, src, offset, half, size, view)
+        return
     start = first - first % mmap.ALLOCATIONGRANULARITY
     try:
         window = mmap.mmap(src, first + extent - start, prot=mmap.PROT_READ, offset=start)

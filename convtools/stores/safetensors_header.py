@@ -63,7 +63,15 @@ def read_header(path: Path) -> Header:
     """
     file, size = open_regular(path)
     with file:
-        text, data_start = _header_text(file, size, path)
+        return check_header(file, size, path)
+
+
+def check_header(file: BinaryIO, size: int, path: Path) -> Header:
+    """The same of a file of `size` bytes of which `file` gives the first ones, the header at least.
+
+    `path` is for messages. Raises as `read_header` does.
+    """
+    text, data_start = _header_text(file, size, path)
     table = strict_json(text, path, base=8)
     if not isinstance(table, dict):
         raise CheckpointError("the safetensors header is not a JSON object", where=f"{path}:8", fix=DAMAGED)
@@ -119,9 +127,11 @@ def encode_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _header_text(file: BinaryIO, size: int, path: Path) -> tuple[str, int]:
-    """(header without its length, offset of the data), read only once its length is known to be sane."""
-    head = file.read(8)
+def header_nbytes(head: bytes, size: int, path: Path) -> int:
+    """How long the header is that follows `head`, the first 8 bytes of a file of `size` bytes.
+
+    Raises `CheckpointError` where no file of that size can have it.
+    """
     if len(head) < 8:
         raise CheckpointError(
             f"{tick(path.name)} is too short for a safetensors file",
@@ -140,6 +150,12 @@ def _header_text(file: BinaryIO, size: int, path: Path) -> tuple[str, int]:
             found=f"{length} bytes",
             fix=f"{DAMAGED} (or it is no safetensors file)",
         )
+    return length
+
+
+def _header_text(file: BinaryIO, size: int, path: Path) -> tuple[str, int]:
+    """(header without its length, offset of the data), read only once its length is known to be sane."""
+    length = header_nbytes(file.read(8), size, path)
     raw = file.read(length)
     if len(raw) < length:
         raise CheckpointError(f"{tick(path.name)} shrank while it was read", where=path)

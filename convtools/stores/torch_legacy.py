@@ -15,7 +15,7 @@ from convtools.stores.torch_zip import Archive, TensorRef, read_archive
 
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_CHUNK = re.compile(r"model([0-9]{0,4})")
+_CHUNK = re.compile(r"model(0|[1-9][0-9]{0,3})?")
 _STATE = {
     "optimizer": "optimizer state is not converted",
     "opt_param_scheduler": "optimizer state is not converted",
@@ -55,6 +55,10 @@ class LegacyCheckpoint:
     def folder(self, tp: int, pp: int, ep: int) -> str:
         """Name of a rank's folder."""
         return rank_folder(tp, pp, ep, pp_size=self.pp, ep_size=self.ep)
+
+    def label(self, rank: Rank, chunk: int) -> str:
+        """What tells a chunk's tensors from those of all others: `mp_rank_00_001`, or that and `/model1`."""
+        return self.folder(*rank) if self.chunks == 1 else f"{self.folder(*rank)}/model{chunk}"
 
 
 def rank_folder(tp: int, pp: int, ep: int, *, pp_size: int, ep_size: int) -> str:

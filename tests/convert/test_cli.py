@@ -17,7 +17,7 @@ LAYOUT = ("--tp", "4", "--pp", "2", "--ep", "2")
 REPORT = {
     "source", "source_format", "target", "target_format", "family", "pattern", "iteration", "layout",
     "padded_vocab", "hf_tensors", "parameters", "files", "nbytes", "payload_nbytes", "peak_nbytes", "casts",
-    "left_out", "duplicates", "padding", "notes", "blocks", "dry_run", "seconds",
+    "shifts", "left_out", "duplicates", "padding", "notes", "blocks", "dry_run", "seconds",
 }  # fmt: skip
 INSPECTION = {
     "path", "format", "family", "architectures", "pattern", "layers", "tensors", "parameters", "nbytes",

@@ -13,6 +13,7 @@ from convtools.families import nemotron_h
 from convtools.families.nemotron_h import Spec, Spelling
 from convtools.families.registry import find_family
 from convtools.families.table import Table
+from tests.oracle_cases import layouts
 from tests.tensors import read_safetensors
 
 ORACLE = Path(__file__).parents[2] / "fixtures/oracle"
@@ -398,9 +399,9 @@ def test_a_tied_models_head_is_a_copy_only_where_the_file_has_one() -> None:
 # --- against checkpoints that real Megatron-Bridge wrote --------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["nemotron_mtp", "nemotron_tp4", "nemotron_dense_mtp"])
-def test_names_and_shapes_are_those_of_a_real_checkpoint(case: str) -> None:
-    folder = ORACLE / case / "hf"
+@pytest.mark.parametrize("case", sorted({x.case_root for x in layouts("nemotron") if x.hf}), ids=lambda p: p.name)
+def test_names_and_shapes_are_those_of_a_real_checkpoint(case: Path) -> None:
+    folder = case / "hf"
     spec = nemotron_h.parse(json.loads((folder / "config.json").read_text()))
     real = {name: shape for name, (_, shape, _) in read_safetensors(folder / "model.safetensors").items()}
     table = Table.of(nemotron_h.rows(spec, nemotron_h.spelling(spec, real), 256))

@@ -147,7 +147,7 @@ def test_uneven_stages_are_refused_naming_both_numbers() -> None:
         even_stages(12, 5)
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "ep", "etp"])
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep", "etp", "vpp"])
 @pytest.mark.parametrize("size", [0, -1])
 def test_sizes_below_one_are_refused(axis: str, size: int) -> None:
     change: dict[str, Any] = {axis: size}
@@ -173,4 +173,39 @@ def test_stages_hold_each_layer_exactly_once(pp: int, stages: tuple[tuple[int, .
     Placement(params, ParallelLayout(pp=2, stages=((0, 2), (1,))), tied=False)
     with pytest.raises(ParallelError) as caught:
         Placement(params, ParallelLayout(pp=pp, stages=stages), tied=False)
+    assert said in str(caught.value)
+
+
+def test_virtual_stages_interleave_among_ranks() -> None:
+    params = [Param(f"decoder.layers.{i}.x", (4,), stage=i) for i in range(6)]
+    layout = ParallelLayout(pp=2, vpp=2, stages=((0,), (1, 2), (3,), (4, 5)))
+    assert [layout.layers(pp) for pp in (0, 1)] == [((0,), (3,)), ((1, 2), (4, 5))]
+    place = Placement(params, layout, tied=False)
+    assert [place.stage(p) for p in params] == [0, 1, 1, 2, 3, 3]
+    found = [
+        [(h.param.name, h.local_layer) for h in place.held(rank, chunk)]
+        for rank in layout.ranks()
+        for chunk in range(2)
+    ]
+    assert found == [
+        [("decoder.layers.0.x", 0)],
+        [("decoder.layers.3.x", 0)],
+        [("decoder.layers.1.x", 0), ("decoder.layers.2.x", 1)],
+        [("decoder.layers.4.x", 0), ("decoder.layers.5.x", 1)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vpp": 3}, "pp=2 and vpp=3, but 4 stages of layers are given"),
+        ({"vpp": 1}, "pp=2, but 4 stages of layers are given"),
+        ({"mtp": 4}, "mtp=4 is none of the 4 stages"),
+        ({"final_norm": -1}, "final_norm=-1 is none of the 4 stages"),
+    ],
+)
+def test_stages_that_do_not_fit_the_mesh(change: dict[str, Any], said: str) -> None:
+    layout = replace(ParallelLayout(pp=2, vpp=2, stages=((0,), (1,), (2,), ())), **change)
+    with pytest.raises(ParallelError) as caught:
+        layout.check_stages(range(3))
     assert said in str(caught.value)

@@ -31,6 +31,12 @@ def head(hf: str, *, vocab: int, padded: int, hidden: int, extra_state: bool = F
     return replace(row, param=replace(row.param, **state))  # type: ignore[arg-type]
 
 
+def beside_tied_head(final_norm: Row) -> Row:
+    """The final norm of a hybrid model whose head is tied: the head's module saves its state all the same."""
+    param = replace(final_norm.param, memory_state="output_layer", both_stored=True)
+    return replace(final_norm, param=param)
+
+
 def _vocab_rows(
     mcore: str, hf: str, vocab: int, padded: int, hidden: int, stage: str, module: str | None
 ) -> Row:

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from convtools.families.blocks.mlp import gate_and_up, mlp
-from convtools.families.table import FP32, Block, Expert, Param, Row, columns, copied, placed, rows
+from convtools.families.blocks.mlp import gate_and_up, gated_mlp, mlp
+from convtools.families.table import FP32, MODEL, Block, Expert, Param, Row, columns, copied, placed, rows
 from convtools.layout.parallel import Cut
 from convtools.layout.view import View
 
 
-def router(*, experts: int, hidden: int, bias: bool = True) -> Block:
+def router(*, experts: int, hidden: int, bias: bool = True, precision: str = MODEL) -> Block:
     """The router `[experts, hidden]` and its correction bias `[experts]`, which is fp32 on both sides."""
-    block = [copied("mlp.router.weight", "gate.weight", (experts, hidden))]
+    block = [copied("mlp.router.weight", "gate.weight", (experts, hidden), precision=precision)]
     if bias:
         block += [
             copied("mlp.router.expert_bias", "gate.e_score_correction_bias", (experts,), precision=FP32)
@@ -58,16 +58,24 @@ def _expert(linear: str, hf: str, shape: tuple[int, int], cut: Cut, expert: Expe
     return Row(Param(mcore.name, shape, cut, expert=expert, module=module), ((mcore, other),))
 
 
+def shared_expert_gate(hidden: int) -> Block:
+    """What the shared expert's output is weighted with: `gate_weight [1, hidden]`, whole on every rank."""
+    return [copied("mlp.shared_experts.gate_weight", "shared_expert_gate.weight", (1, hidden))]
+
+
 def gated_experts(
     *,
     experts: int,
     width: int,
     ffn: int,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    fused: bool = False,
 ) -> Iterator[Row]:
     """Expert e: `linear_fc1 [2 * ffn, width]` is gate, then up; `linear_fc2 [width, ffn]` down.
 
-    `names` are the Hugging Face names of gate, up and down (Mixtral: w1, w3, w2).
+    Hugging Face holds each expert by name, where `names` are those of gate, up and down (Mixtral:
+    w1, w3, w2), or, `fused`, all of them in `experts.gate_up_proj [experts, 2 * ffn, width]`, gate
+    rows first, and `experts.down_proj [experts, width, ffn]`.
     """
     label = "moe_intermediate_size"
     gate, up, down = names
@@ -75,9 +83,38 @@ def gated_experts(
         at, of = f"mlp.experts.experts.{e}", Expert(e, experts)
         fc1 = View(f"{at}.linear_fc1.weight", (2, ffn), width)
         param = Param(fc1.name, fc1.shape, gate_and_up(label, ffn), expert=of, module=f"{at}.linear_fc1")
-        halves = (
-            View(f"experts.{e}.{gate}.weight", ffn, width),
-            View(f"experts.{e}.{up}.weight", ffn, width),
-        )
-        yield Row(param, ((fc1[0], halves[0]), (fc1[1], halves[1])))
-        yield _expert("linear_fc2", down, (width, ffn), columns((label, ffn)), of, stacked=False)
+        if fused:
+            yield Row(param, ((fc1, View("experts.gate_up_proj", experts, (2, ffn), width)[e]),))
+        else:
+            halves = (
+                View(f"experts.{e}.{gate}.weight", ffn, width),
+                View(f"experts.{e}.{up}.weight", ffn, width),
+            )
+            yield Row(param, ((fc1[0], halves[0]), (fc1[1], halves[1])))
+        fc2 = "down_proj" if fused else down
+        yield _expert("linear_fc2", fc2, (width, ffn), columns((label, ffn)), of, stacked=fused)
+
+
+def gated_moe(
+    *,
+    hidden: int,
+    experts: int,
+    ffn: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    fused: bool = False,
+    expert_bias: bool = False,
+    router_precision: str = MODEL,
+    shared_ffn: int = 0,
+    shared_module: str = "shared_experts.",
+    shared_gate: bool = False,
+) -> Block:
+    """A whole feed-forward of gated experts: router, routed experts, and shared ones where there are any."""
+    block = router(experts=experts, hidden=hidden, bias=expert_bias, precision=router_precision)
+    block += gated_experts(experts=experts, width=hidden, ffn=ffn, names=names, fused=fused)
+    if shared_ffn:
+        label = "moe_shared_expert_intermediate_size"
+        shared = gated_mlp(hidden=hidden, ffn=shared_ffn, mcore="mlp.shared_experts", label=label)
+        block += placed(shared, "", shared_module, 0)
+    if shared_gate:
+        block += shared_expert_gate(hidden)
+    return block

@@ -1,6 +1,7 @@
-"""Multi-token prediction of hybrid models: a small stack of layers of any pattern, any depth."""
+"""Multi-token prediction: what stands before and after the layers of a depth, GPT and hybrid."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from convtools.families.table import LAST, Block, Row, copied, norm, placed, rows
 
@@ -27,10 +28,40 @@ def hybrid_mtp(
         )
 
 
-def _entry(hidden: int) -> Block:
-    eh_proj = rows(("hidden_size", hidden))
+def _entry(
+    hidden: int,
+    enorm: str = "enorm.weight",
+    hnorm: str = "hnorm.weight",
+    eh_proj: str = "eh_proj.weight",
+) -> Block:
+    cut = rows(("hidden_size", hidden))
     return [
-        norm("enorm.weight", "enorm.weight", hidden),
-        norm("hnorm.weight", "hnorm.weight", hidden),
-        copied("eh_proj.weight", "eh_proj.weight", (hidden, 2 * hidden), eh_proj, te=True),
+        norm("enorm.weight", enorm, hidden),
+        norm("hnorm.weight", hnorm, hidden),
+        copied("eh_proj.weight", eh_proj, (hidden, 2 * hidden), cut, te=True),
     ]
+
+
+def gpt_mtp(
+    hidden: int,
+    *,
+    enorm: str = "enorm.weight",
+    hnorm: str = "hnorm.weight",
+    eh_proj: str = "eh_proj.weight",
+    final: str = "shared_head.norm.weight",
+) -> Block:
+    """What a depth of a GPT holds beside its one layer, under the Hugging Face names of DeepSeek and GLM."""
+    return [*_entry(hidden, enorm, hnorm, eh_proj), norm("final_layernorm.weight", final, hidden)]
+
+
+def gpt_mtp_layer(block: Block, mcore: str, hf: str) -> Iterator[Row]:
+    """A decoder layer's block as the layer of depth `mcore`, `mtp.layers.0.`.
+
+    `torch_dist` keeps the name `transformer_layer` that the module had before 0.17; a checkpoint
+    that was saved by the module's own name has `mtp_model_layer`.
+    """
+    old, new = f"{mcore}transformer_layer.", f"{mcore}mtp_model_layer."
+    for row in placed(block, old, hf, LAST):
+        names = (row.param.name, *row.param.aliases)
+        more = tuple(new + name.removeprefix(old) for name in names)
+        yield replace(row, param=replace(row.param, aliases=(*row.param.aliases, *more)))

@@ -1,0 +1,1 @@
+"""Are two sets of weights equal: compare, fingerprints, the report."""

@@ -1,0 +1,317 @@
+/* The additive fingerprint's inner loop; docs/fingerprint.md defines what it computes.
+
+   Why it exists: 128 x 64-bit products of a block go through two 128-bit accumulators at most of the
+   speed of memcpy, where numpy reaches a tenth. It holds no definition of its own: the constants come
+   from fingerprint.py through `configure`, and the tests hold it against the Python of the definition.
+
+   Offsets in memory ("from") and in the canonical tensor ("at") are bytes. The GIL is released. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if !defined(__SIZEOF_INT128__) || !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "needs 128-bit integers and a little-endian machine; without this module numpy does the work"
+#endif
+
+typedef unsigned __int128 u128;
+
+#define WORDS 128            /* words of 8 bytes a block */
+#define BLOCK (8 * WORDS)    /* bytes a block */
+#define LIMB 57              /* bits of either half of a constant: 64 + 57 + log2(128) = 128 */
+#define PRIME ((((u128)1) << 127) - 1)
+#define MAX_LOOPS 32
+#define STAGE 4096           /* bytes that are gathered where runs are short */
+
+static uint64_t LOW[WORDS], HIGH[WORDS];
+static u128 GAMMA, INVERSE;       /* gamma, and its inverse mod p */
+static u128 POWERS[8][256];       /* gamma^(digit * 256^place) */
+static int configured = 0;
+
+static inline u128 folded(u128 x) /* any x -> x mod p */
+{
+    x = (x & PRIME) + (x >> 127);
+    return x >= PRIME ? x - PRIME : x;
+}
+
+static inline u128 product(u128 x, u128 y) /* x, y < p -> x * y mod p, by 2^127 = 1 */
+{
+    uint64_t x0 = (uint64_t)x, x1 = (uint64_t)(x >> 64), y0 = (uint64_t)y, y1 = (uint64_t)(y >> 64);
+    u128 low = (u128)x0 * y0, high = (u128)x1 * y1;
+    u128 middle = (u128)x0 * y1 + (u128)x1 * y0; /* < 2^128, for x1 and y1 have 63 bits */
+    u128 sum = folded(low) + ((middle << 65 >> 65) << 64); /* its 63 low bits, times 2^64 */
+    sum = folded(sum) + (high << 1);                       /* times 2^128 = 2 */
+    sum = folded(sum) + (middle >> 63);                    /* its high bits, times 2^127 = 1 */
+    return folded(sum);
+}
+
+static u128 power(uint64_t block) /* gamma^block */
+{
+    u128 out = 1;
+    for (int place = 0; block; place++, block >>= 8)
+        if (block & 255)
+            out = product(out, POWERS[place][block & 255]);
+    return out;
+}
+
+static inline u128 joined(u128 low, u128 high) /* low + 2^57 high mod p */
+{
+    high = folded(high);
+    return folded(folded(low) + (((high << LIMB) & PRIME) | (high >> (127 - LIMB))));
+}
+
+typedef struct {
+    u128 total;       /* what was closed so far */
+    u128 low, high;   /* the open block */
+    uint64_t block;   /* which block is open */
+    unsigned words;   /* additions to it; 128 of them fit */
+    uint64_t known;   /* a block whose power is at hand */
+    u128 known_power;
+    uint64_t stride;  /* how far the last jump went, for runs lie at even distances */
+    u128 stride_power;
+} Sum;
+
+static u128 power_at(Sum *s, uint64_t block)
+{
+    if (block != s->known) {
+        uint64_t stride = block - s->known;
+        if (block > s->known && stride == s->stride) {
+            s->known_power = product(s->known_power, s->stride_power);
+        } else {
+            s->known_power = power(block);
+            s->stride = stride;
+            s->stride_power = block > s->known ? power(stride) : 1;
+            if (block < s->known)
+                s->stride = 0;
+        }
+        s->known = block;
+    }
+    return s->known_power;
+}
+
+static void close_block(Sum *s)
+{
+    if (s->words)
+        s->total = folded(s->total + product(power_at(s, s->block), joined(s->low, s->high)));
+    s->low = s->high = 0;
+    s->words = 0;
+}
+
+static inline void open_block(Sum *s, uint64_t block, unsigned words)
+{
+    if (block != s->block || s->words + words > WORDS) {
+        close_block(s);
+        s->block = block;
+    }
+    s->words += words;
+}
+
+/* whole blocks, by Horner's rule from the first to the last with gamma's inverse */
+static void whole_blocks(Sum *s, const unsigned char *from, uint64_t block, uint64_t count)
+{
+    u128 sum = 0;
+    for (uint64_t i = 0; i < count; i++, from += BLOCK) {
+        u128 low = 0, high = 0;
+        for (int j = 0; j < WORDS; j += 2) {
+            uint64_t w0, w1;
+            memcpy(&w0, from + 8 * j, 8);
+            memcpy(&w1, from + 8 * j + 8, 8);
+            low += (u128)w0 * LOW[j];
+            high += (u128)w0 * HIGH[j];
+            low += (u128)w1 * LOW[j + 1];
+            high += (u128)w1 * HIGH[j + 1];
+        }
+        sum = folded(product(sum, INVERSE) + joined(low, high));
+    }
+    s->total = folded(s->total + product(sum, power_at(s, block + count - 1)));
+}
+
+static void contiguous(Sum *s, const unsigned char *from, uint64_t nbytes, uint64_t at)
+{
+    while (nbytes) {
+        uint64_t done, lead = at & 7;
+        unsigned j = (unsigned)(at >> 3) & (WORDS - 1);
+        if (!lead && !j && nbytes >= BLOCK) {
+            whole_blocks(s, from, at / BLOCK, nbytes / BLOCK);
+            done = nbytes / BLOCK * BLOCK;
+        } else if (!lead && nbytes >= 8) {
+            unsigned words = WORDS - j;
+            if (nbytes / 8 < words)
+                words = (unsigned)(nbytes / 8);
+            open_block(s, at / BLOCK, words);
+            u128 low = s->low, high = s->high;
+            for (unsigned i = 0; i < words; i++) {
+                uint64_t w;
+                memcpy(&w, from + 8 * i, 8);
+                low += (u128)w * LOW[j + i];
+                high += (u128)w * HIGH[j + i];
+            }
+            s->low = low;
+            s->high = high;
+            done = 8 * words;
+        } else { /* a part of a word: the rest of it is zero */
+            uint64_t w = 0;
+            done = nbytes < 8 - lead ? nbytes : 8 - lead;
+            memcpy((unsigned char *)&w + lead, from, done);
+            open_block(s, at / BLOCK, 1);
+            s->low += (u128)w * LOW[j];
+            s->high += (u128)w * HIGH[j];
+        }
+        from += done;
+        at += done;
+        nbytes -= done;
+    }
+}
+
+typedef struct {
+    uint64_t count, at, from; /* steps, and how far each goes on either side */
+} Loop;
+
+#define GATHER(size)                                                       \
+    for (uint64_t k = 0; k < n; k++, next += loop->from)                   \
+        memcpy(stage + (size) * k, next, (size))
+
+/* the innermost loop, where its runs follow one another in the canonical tensor: gather, then sum */
+static void gathered(Sum *s, const Loop *loop, const unsigned char *from, uint64_t at, uint64_t run)
+{
+    unsigned char stage[STAGE];
+    const unsigned char *next = from;
+    for (uint64_t left = loop->count; left;) {
+        uint64_t n = STAGE / run < left ? STAGE / run : left;
+        switch (run) {
+        case 1: GATHER(1); break;
+        case 2: GATHER(2); break;
+        case 4: GATHER(4); break;
+        case 8: GATHER(8); break;
+        default: GATHER(run);
+        }
+        contiguous(s, stage, n * run, at);
+        at += n * run;
+        left -= n;
+    }
+}
+
+static void nest(Sum *s, const Loop *loops, int depth, const unsigned char *from, uint64_t at, uint64_t run)
+{
+    if (depth == 0) {
+        contiguous(s, from, run, at);
+    } else if (depth == 1 && loops->at == run && run <= 64) {
+        gathered(s, loops, from, at, run);
+    } else {
+        for (uint64_t i = 0; i < loops->count; i++)
+            nest(s, loops + 1, depth - 1, from + i * loops->from, at + i * loops->at, run);
+    }
+}
+
+/* end = start + sum of (count - 1) * step + run, or failure on overflow past 2^62 */
+static int reach(const Loop *loops, int depth, int canonical, uint64_t start, uint64_t run, uint64_t *end)
+{
+    u128 sum = (u128)start + run;
+    for (int i = 0; i < depth; i++) {
+        u128 step = canonical ? loops[i].at : loops[i].from;
+        if (loops[i].count >> 62 || step >> 62 || sum >> 62)
+            return -1;
+        u128 far = (u128)(loops[i].count - 1) * step;
+        if (far >> 62)
+            return -1;
+        sum += far;
+    }
+    *end = (uint64_t)sum;
+    return sum >> 62 ? -1 : 0;
+}
+
+static PyObject *accumulate(PyObject *self, PyObject *args)
+{
+    Py_buffer data;
+    PyObject *nested;
+    unsigned long long start, at, run;
+    Loop loops[MAX_LOOPS];
+    int depth = 0, empty = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*KKO!K", &data, &start, &at, &PyTuple_Type, &nested, &run))
+        return NULL;
+    Py_ssize_t given = PyTuple_GET_SIZE(nested);
+    if (!configured || given > MAX_LOOPS || start >> 62 || at >> 62 || run >> 62) {
+        PyBuffer_Release(&data);
+        PyErr_SetString(PyExc_ValueError, configured ? "too many loops, or too large" : "not configured");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < given; i++) {
+        unsigned long long n, to, of;
+        PyObject *item = PyTuple_GET_ITEM(nested, i);
+        if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKK", &n, &to, &of)) {
+            PyBuffer_Release(&data);
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_TypeError, "a loop is a tuple of three numbers");
+            return NULL;
+        }
+        empty |= n == 0;
+        if (n != 1)
+            loops[depth++] = (Loop){n, to, of};
+    }
+    uint64_t end = 0, canonical_end = 0;
+    empty |= run == 0;
+    if (!empty && (reach(loops, depth, 0, start, run, &end) || reach(loops, depth, 1, at, run, &canonical_end) ||
+                   end > (uint64_t)data.len)) {
+        PyBuffer_Release(&data);
+        PyErr_SetString(PyExc_ValueError, "the runs reach past the end of the data");
+        return NULL;
+    }
+    Sum sum = {0};
+    sum.known_power = 1;
+    if (!empty) {
+        Py_BEGIN_ALLOW_THREADS
+        nest(&sum, loops, depth, (const unsigned char *)data.buf + start, at, run);
+        close_block(&sum);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    return PyBytes_FromStringAndSize((const char *)&sum.total, sizeof sum.total);
+}
+
+static PyObject *configure(PyObject *self, PyObject *args)
+{
+    const unsigned char *bytes;
+    Py_ssize_t nbytes;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#", &bytes, &nbytes))
+        return NULL;
+    if (nbytes != 16 * (WORDS + 2)) {
+        PyErr_SetString(PyExc_ValueError, "expects 130 constants of 16 bytes: K, gamma and its inverse");
+        return NULL;
+    }
+    if (!configured) { /* threads may be reading: the constants never change */
+        for (int j = 0; j < WORDS; j++) {
+            u128 k;
+            memcpy(&k, bytes + 16 * j, 16);
+            LOW[j] = (uint64_t)k & ((1ULL << LIMB) - 1);
+            HIGH[j] = (uint64_t)(k >> LIMB) & ((1ULL << LIMB) - 1);
+        }
+        memcpy(&GAMMA, bytes + 16 * WORDS, 16);
+        memcpy(&INVERSE, bytes + 16 * (WORDS + 1), 16);
+        u128 base = GAMMA;
+        for (int place = 0; place < 8; place++) {
+            POWERS[place][0] = 1;
+            for (int digit = 1; digit < 256; digit++)
+                POWERS[place][digit] = product(POWERS[place][digit - 1], base);
+            base = product(POWERS[place][255], base);
+        }
+        configured = 1;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"accumulate", accumulate, METH_VARARGS,
+     "accumulate(data, start, at, loops, run) -> the partial sum as 16 little-endian bytes"},
+    {"configure", configure, METH_VARARGS, "configure(constants): once, before anything else"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "fingerprint_kernel", "The additive fingerprint's inner loop.", -1, methods,
+    NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit_fingerprint_kernel(void) { return PyModule_Create(&module); }

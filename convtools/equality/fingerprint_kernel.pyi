@@ -1,0 +1,6 @@
+from collections.abc import Buffer
+
+def configure(constants: bytes, /) -> None: ...
+def accumulate(
+    data: Buffer, start: int, at: int, loops: tuple[tuple[int, int, int], ...], run: int, /
+) -> bytes: ...

@@ -1,0 +1,35 @@
+"""Whether the config and the tensors of a slice describe one model: by its family, or layer by layer."""
+
+from convtools.conversion.from_hf import model_of
+from convtools.conversion.source import account
+from convtools.errors import ConfigError, UnsupportedEncoding
+from convtools.slicing.layers import find_layers, layer_count, text_part
+from convtools.slicing.origin import Origin
+from convtools.slicing.plan_slice import SlicePlan
+from convtools.stores.encodings import find_encodings
+
+
+def check_model(plan: SlicePlan, origin: Origin) -> str:
+    """How it was checked, in a sentence. Raises AccountingError, ConfigError where they do not fit.
+
+    A known family says which tensors its config asks for: they must be the slice's, each in its shape.
+    """
+    config = plan.config
+    shapes = {name: tuple(shape) for name, shape in plan.target.shapes(origin).items()}  # type: ignore[arg-type]
+    find_layers(shapes, text_part(config))
+    said = layer_count(text_part(config))
+    if said is not None and said != len(plan.keep):
+        raise ConfigError(f"the slice's config says {said} layers", expected=len(plan.keep))
+    files = tuple(file.path for file in origin.side_files)
+    if encodings := find_encodings(config, origin.tensors, files):
+        return f"layers counted; the tensors are encoded ({encodings[0].kind}), and were not held against a family"
+    try:
+        model_of(origin.config, origin.hf)
+    except (ConfigError, UnsupportedEncoding) as error:
+        return f"layers counted; not held against a family: {error.what}"
+    model, outside = model_of(config, shapes)
+    table = model.table(model.spec.vocab)
+    expected = dict(table.hf) | {copy.name: table.hf[copy.of] for copy in model.copies()}
+    found = {name: shape for name, shape in shapes.items() if name not in outside}
+    account(expected, found, what="the slice")
+    return f"every tensor is what {model.family.NAME} expects from the new config"

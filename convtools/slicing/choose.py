@@ -1,0 +1,95 @@
+"""The cheapest selection that covers every kind and that a config can also say.
+
+A rule such as "every second layer has experts" does not allow any choice: where the cheapest layers do
+not follow it, other layers of the same kinds are tried, and more of them, cheapest first.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from convtools.errors import ConfigError
+from convtools.slicing.selection import Chosen, Kind, candidates, cover
+
+ASKED = "asked for"
+"""Why a layer is kept that the user listed."""
+ADDED = "added, for the config cannot say what the others are without it"
+"""Why a layer is kept beside those that cover the model."""
+_MOST_TRIED = 5000
+_MOST_RUNS = 6
+"""Runs of one kind that are tried: the cheapest."""
+
+Check = Callable[[Sequence[int]], None]
+"""Raises ConfigError where a selection cannot be said."""
+
+
+def choose(how: str, kinds: Sequence[Kind], nbytes: Sequence[int], check: Check) -> tuple[Chosen, ...]:
+    """Layers that cover the model, in order. Raises ConfigError where no selection was found, UsageError."""
+    chosen = cover(how, kinds, nbytes)
+    try:
+        check([i for run in chosen for i in run.layers])
+        return chosen
+    except ConfigError as error:
+        for other in _others(how, kinds, nbytes) if how != "pairs" else ():
+            if _passes(check, other):
+                return other
+        raise error
+
+
+def _passes(check: Check, chosen: Sequence[Chosen]) -> bool:
+    try:
+        check([i for run in chosen for i in run.layers])
+    except ConfigError:
+        return False
+    return True
+
+
+def _others(how: str, kinds: Sequence[Kind], nbytes: Sequence[int]) -> list[tuple[Chosen, ...]]:
+    """Selections that cover the model, cheapest first: other layers of each kind, and further layers.
+
+    The last ones tried are runs of neighbours, which keep what a period or a threshold says.
+    """
+    runs = candidates(how, kinds)
+    names = list(runs)
+    options = [sorted(runs[name], key=lambda run: (_cost([run], nbytes), run))[:_MOST_RUNS] for name in names]
+    found: list[tuple[Chosen, ...]] = []
+
+    def made(picks: Sequence[int], more: Sequence[int]) -> tuple[Chosen, ...]:
+        out = {option[pick]: name for option, pick, name in zip(options, picks, names, strict=True)}
+        held = {i for run in out for i in run}
+        out |= {(i,): ADDED for i in more if i not in held}
+        return tuple(Chosen(run, why) for run, why in sorted(out.items()))
+
+    start = ((0,) * len(names), ())
+    heap: list[tuple[int, tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]] = [(0, (), start)]
+    seen = {start}
+    while heap and len(found) < _MOST_TRIED:
+        _, _, (picks, more) = heapq.heappop(heap)
+        found.append(made(picks, more))
+        steps = [((*picks[:k], picks[k] + 1, *picks[k + 1 :]), more)
+                 for k in range(len(picks)) if picks[k] + 1 < len(options[k])]  # fmt: skip
+        if len(more) < 3:
+            steps += [(picks, (*more, i)) for i in range(more[-1] + 1 if more else 0, len(kinds))]
+        for step in steps:
+            if step not in seen and len(seen) < 4 * _MOST_TRIED:
+                seen.add(step)
+                layers = tuple(i for run in made(*step) for i in run.layers)
+                heapq.heappush(heap, (sum(nbytes[i] for i in layers), layers, step))
+    return found + _neighbours(runs, len(kinds), nbytes)
+
+
+def _neighbours(
+    runs: dict[str, list[tuple[int, ...]]], count: int, nbytes: Sequence[int]
+) -> list[tuple[Chosen, ...]]:
+    """For every first layer the fewest neighbours that hold a run of every kind."""
+    out = []
+    for first in range(count):
+        ends = [min((run[-1] for run in some if run[0] >= first), default=count) for some in runs.values()]
+        if max(ends) < count:
+            first_of = {min(run for run in some if run[0] >= first): why for why, some in runs.items()}
+            why = {i: name for run, name in first_of.items() for i in run}
+            out.append(tuple(Chosen((i,), why.get(i, ADDED)) for i in range(first, max(ends) + 1)))
+    return sorted(out, key=lambda some: (_cost([run.layers for run in some], nbytes), some))
+
+
+def _cost(runs: Sequence[tuple[int, ...]], nbytes: Sequence[int]) -> int:
+    return sum(nbytes[i] for run in runs for i in run)

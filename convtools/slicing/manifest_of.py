@@ -1,0 +1,55 @@
+"""The manifest of a slice: what each of its tensors is, where it came from, and a hash of its bytes."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from convtools.manifest import XXH3, Manifest, ManifestSource, ManifestTensor, hash_tensor, made_by
+from convtools.slicing.origin import Origin
+from convtools.slicing.plan_slice import SlicePlan
+from convtools.stores.base import Payload
+
+
+def slice_manifest(origin: Origin, plan: SlicePlan, root: Path, workers: int) -> Manifest:
+    """Hash every tensor of the files under `root` as they were written."""
+    places = [
+        (part.name, root / file.path, at, part.nbytes)
+        for file in plan.target.files
+        for at, part in _placed(file.parts)
+    ]
+    with ThreadPoolExecutor(workers) as pool:
+        hashes = dict(
+            zip(
+                (name for name, *_ in places),
+                pool.map(lambda place: hash_tensor(*place[1:]), places),
+                strict=True,
+            )
+        )
+    shapes = plan.target.shapes(origin)  # type: ignore[arg-type]
+    tensors = {
+        new: ManifestTensor(
+            dtype=plan.target.dtypes[new],
+            shape=tuple(shapes[new]),
+            source=kept.source,
+            source_rows=kept.rows,
+            hashes={XXH3: hashes[new]},
+        )
+        for new, kept in plan.kept.items()
+    }
+    source = ManifestSource(name=_name(origin), revision=origin.revision, format=origin.format)
+    return Manifest(
+        made_by=made_by(), source=source, layers=list(plan.keep), notes=list(plan.changes.made), tensors=tensors
+    )
+
+
+def _name(origin: Origin) -> str:
+    """The repository, or the folder's own name: where it lay on one machine is nobody's business."""
+    return origin.name if origin.root is None else origin.root.resolve().name
+
+
+def _placed(parts: tuple[bytes | Payload, ...]) -> list[tuple[int, Payload]]:
+    out, at = [], 0
+    for part in parts:
+        if isinstance(part, Payload):
+            out.append((at, part))
+        at += len(part) if isinstance(part, bytes) else part.nbytes
+    return out

@@ -1,0 +1,113 @@
+"""Names of modules inside a config (`quantization_config`): renumbered and cut with the layers.
+
+An entry is a name, the beginning of one, a glob or a regular expression (`re:...`). `layers.1` is
+layer 1 and never 10: numbers are compared as numbers.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from convtools.errors import ConfigError
+from convtools.slicing.layers import Layers
+
+_MAX_PATTERN = 4096
+_COSTLY = re.compile(r"\)[*+{]|(?:[*+}].*){5}")
+"""What can take for ever to match: a repeated group, or many open ends. The pattern comes from a file."""
+
+
+def renumber_modules(
+    value: Any, layers: Layers, keep: Sequence[int], names: Sequence[str], *, drop_mtp: bool = False
+) -> Any:
+    """A quantization config with every per-layer name in it, as key or as entry of a list, made to fit."""
+    rewrite = _Rewriter(layers, keep, names, drop_mtp)
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, dict):
+            out: dict[str, Any] = {}
+            for key, inner in part.items():
+                for new in rewrite(key):
+                    out[new] = walk(inner)
+            return out
+        if isinstance(part, list):
+            made: list[Any] = []
+            for entry in part:
+                made += rewrite(entry) if isinstance(entry, str) else [walk(entry)]
+            return made
+        return part
+
+    return walk(value)
+
+
+def _compiled(entry: str) -> re.Pattern[str]:
+    """The regular expression of a `re:` entry. Raises ConfigError where it is damaged, or too costly to try."""
+    try:
+        if _COSTLY.search(entry):
+            raise re.error("it may take for ever to match")
+        return re.compile(entry[3:])
+    except re.error as error:
+        raise ConfigError(
+            f"`quantization_config` holds a pattern that cannot be renumbered: {error}",
+            where="config.json",
+            found=entry[:200],
+            fix="write the modules' names in its place",
+        ) from None
+
+
+class _Rewriter:
+    """Entry of the source -> entries of the slice: none where it spoke of layers that are gone."""
+
+    def __init__(self, layers: Layers, keep: Sequence[int], names: Sequence[str], drop_mtp: bool) -> None:
+        self._layers, self._drop_mtp = layers, drop_mtp
+        self._new: dict[int, list[int]] = {}
+        for new, old in enumerate(keep):
+            self._new.setdefault(old, []).append(new)
+        for i in range(len(layers.tail)):
+            self._new[layers.count + i] = [] if drop_mtp else [len(keep) + i]
+        word = layers.prefix.rstrip(".").rpartition(".")[2]
+        # plain, escaped as in a regular expression, at the start of the entry or behind a dot or a star
+        self._number = re.compile(rf"((?:^|(?<=[.*:^])){re.escape(word)}\\?\.)(\d{{1,6}})(?=\\?[.$]|$)")
+        self._layered = re.compile(rf"(?:^|[.*:^]){re.escape(word)}\\?\.")
+        self._modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+    def __call__(self, entry: str) -> list[str]:
+        if self._drop_mtp and re.match(r"(?:re:\^?)?mtp(\\?\.|$)", entry):
+            return []
+        found = self._number.search(entry)
+        if found:
+            targets = self._new.get(int(found[2]), [])
+            return [f"{entry[: found.start(2)]}{new}{entry[found.end(2) :]}" for new in targets]
+        matches = self._matcher(entry)
+        if matches is None:
+            return [entry]
+        return self._resolved(entry, matches)
+
+    def _matcher(self, entry: str) -> Callable[[str], bool] | None:
+        """How a pattern that may single out layers matches a module; None where it is no such pattern."""
+        if not self._layered.search(entry) or len(entry) > _MAX_PATTERN:
+            return None
+        if entry.startswith("re:"):
+            pattern = _compiled(entry)
+            return lambda name: pattern.match(name) is not None
+        if any(c in entry for c in "*?["):
+            return lambda name: fnmatch.fnmatchcase(name, entry)
+        return None
+
+    def _resolved(self, entry: str, matches: Callable[[str], bool]) -> list[str]:
+        """The pattern as it is where it means the same of the new numbers, else the modules by name."""
+        pairs = list(self._pairs())
+        wanted = [new for old, new in pairs if matches(old)]
+        if wanted == [new for _, new in pairs if matches(new)]:
+            return [entry] if wanted or not any(matches(name) for name in self._modules) else []
+        return wanted
+
+    def _pairs(self) -> Iterable[tuple[str, str]]:
+        """(module of the source, its name in the slice) of every layer that is kept."""
+        prefix = self._layers.prefix
+        for name in self._modules:
+            if not name.startswith(prefix):
+                continue
+            number, _, rest = name[len(prefix) :].partition(".")
+            for new in self._new.get(int(number), []) if number.isdecimal() else ():
+                yield name, f"{prefix}{new}.{rest}"

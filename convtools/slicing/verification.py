@@ -1,0 +1,149 @@
+"""`verify`: whether a folder is still what its manifest says, and what its source says."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from convtools.conversion.plan import Resolver, Target
+from convtools.errors import CheckpointError, UsageError
+from convtools.layout.mapping import Mapping
+from convtools.layout.piece import block
+from convtools.layout.plan import slabs
+from convtools.layout.region import Region
+from convtools.manifest import MANIFEST_NAME, XXH3, Manifest, ManifestTensor, hash_tensor, read_manifest
+from convtools.slicing.layers import find_layers, text_part
+from convtools.slicing.origin import Origin, open_origin
+from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
+from convtools.stores.hf import open_hf
+from convtools.stores.move import SLAB, Mover
+
+
+class Fault(NamedTuple):
+    """A tensor that is not what it should be."""
+
+    tensor: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was compared, and every fault that was found."""
+
+    path: str
+    source: str | None
+    """What the tensors were compared with, beside the manifest."""
+    tensors: int
+    nbytes: int
+    """Bytes that were read of the folder."""
+    faults: tuple[Fault, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every tensor is as it should be."""
+        return not self.faults
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return asdict(self) | {"whole": self.whole, "faults": [fault._asdict() for fault in self.faults]}
+
+
+def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 2) -> Verification:
+    """Check every tensor of HF folder `path` against its manifest and, if given, against its source.
+
+    Raises CheckpointError where the folder cannot be read as a checkpoint or has no manifest.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise UsageError(f"`{root}` is not a directory", expected="a checkpoint's folder")
+    if not (root / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"no `{MANIFEST_NAME}` in the folder",
+            where=root,
+            fix="`convtools slice` and `convtools publish` write one; without it nobody knows what was meant",
+        )
+    manifest = read_manifest(root / MANIFEST_NAME)
+    store = open_hf(root)
+    find_layers(store.tensors, text_part(store.config))
+    faults = list(_listed(manifest, store.tensors))
+    bad = {fault.tensor for fault in faults}
+    good = {n: t for n, t in store.tensors.items() if n not in bad}
+    faults += _in_parallel(lambda item: _hashed(item[1], manifest.tensors[item[0]]), good.items(), workers)
+    if source is not None:
+        faults += _against(open_origin(source), manifest, good, workers)
+    nbytes = sum(t.nbytes for t in good.values())
+    return Verification(str(root), source, len(good), nbytes, tuple(sorted(faults)))
+
+
+def _listed(manifest: Manifest, found: dict[str, StoredTensor]) -> Iterator[Fault]:
+    """Which tensors are missing, left over, or of another dtype or shape."""
+    for name in manifest.tensors:
+        if name not in found:
+            yield Fault(name, "missing: the manifest has it")
+    for name, tensor in found.items():
+        wanted = manifest.tensors.get(name)
+        if wanted is None:
+            yield Fault(name, "not in the manifest")
+        elif (tensor.dtype, tuple(tensor.shape)) != (wanted.dtype, tuple(wanted.shape)):
+            yield Fault(
+                name, f"is {tensor.dtype} {list(tensor.shape)}, expected {wanted.dtype} {list(wanted.shape)}"
+            )
+
+
+def _in_parallel(work: Any, items: Any, workers: int) -> Iterator[Fault]:
+    with ThreadPoolExecutor(workers) as pool:
+        for fault in pool.map(work, items):
+            if fault is not None:
+                yield fault
+
+
+def _hashed(tensor: StoredTensor, wanted: ManifestTensor) -> Fault | None:
+    expected = wanted.hashes.get(XXH3)
+    if expected is None:
+        return Fault(tensor.name, f"the manifest has no {XXH3} hash of it")
+    blob = tensor.blobs[0]
+    found = hash_tensor(blob.path, blob.offset, tensor.nbytes)
+    return None if found == expected else Fault(tensor.name, f"{XXH3} is {found}, expected {expected}")
+
+
+def _against(
+    origin: Origin, manifest: Manifest, found: dict[str, StoredTensor], workers: int
+) -> Iterator[Fault]:
+    """Every tensor of the slice against the part of the source that it was cut from."""
+    pairs: list[tuple[str, str]] = []
+    for name, tensor in found.items():
+        of, rows = manifest.tensors[name].source or name, manifest.tensors[name].source_rows
+        if of not in origin.hf:
+            yield Fault(name, f"the source has no `{of}`")
+            continue
+        wanted = origin.hf[of] if rows is None else (rows, *origin.hf[of][1:])
+        if origin.dtypes[of] != tensor.dtype or tuple(wanted) != tuple(tensor.shape):
+            yield Fault(name, f"the source's `{of}` is {origin.dtypes[of]} {list(origin.hf[of])}")
+            continue
+        pairs.append((name, of))
+    pieces = tuple(block(name, of, Region.whole(found[name].shape)) for name, of in pairs)
+    shapes = {name: found[name].shape for name, _ in pairs}
+    resolver = Resolver(origin, Target("hf", (), Mapping(shapes, origin.hf, pieces), {}))
+
+    def compare(pair: tuple[str, str]) -> Fault | None:
+        name, of = pair
+        same = _same(resolver, found[name])
+        return None if same else Fault(name, f"its bytes are not those of the source's `{of}`")
+
+    yield from _in_parallel(compare, pairs, workers)
+
+
+def _same(resolver: Resolver, tensor: StoredTensor) -> bool:
+    """Whether a tensor of the slice is, byte for byte, what the source gives."""
+    blob, size, at, mover = tensor.blobs[0], DTYPE_NBYTES[tensor.dtype], tensor.blobs[0].offset, Mover()
+    try:
+        for slab in slabs(Region.whole(tensor.shape), SLAB // size):
+            for unit in resolver.units(Payload(tensor.name, slab, tensor.dtype), 0):
+                theirs = mover.gather(unit)
+                if mover.read(blob.path, at, len(theirs)) != theirs:
+                    return False
+                at += len(theirs)
+    finally:
+        mover.close()
+    return True
