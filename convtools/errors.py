@@ -14,7 +14,12 @@
 Each says what is wrong, where, what was expected, what was found, and what to do.
 """
 
+import reprlib
 from collections.abc import Iterable
+
+_MAX_SHOWN = 160
+_SHORT = reprlib.Repr()  # hostile values are deep or long: never all of them in a message
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 12
 
 
 class ConvtoolsError(Exception):
@@ -96,6 +101,20 @@ def printable(text: str, limit: int = 2000) -> str:
         )
         lines.append(shown if len(shown) <= limit else f"{shown[:limit]}... ({len(shown) - limit} more)")
     return "\n".join(lines)
+
+
+def tick(name: object) -> str:
+    """`name` in backticks for a message: one line, printable, not too long.
+
+    >>> tick("a" * 200 + chr(10))[-20:]
+    'aaaaaaaaaaaaaaaa...`'
+    """
+    try:
+        text = name if isinstance(name, str) else _SHORT.repr(name)
+    except ValueError:  # Python's limit on the digits of an integer
+        text = "a number of thousands of digits"
+    text = text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+    return f"`{text}`" if text.isprintable() else f"`{ascii(text)[1:-1]}`"
 
 
 def capped(items: Iterable[object], limit: int = 8) -> str:

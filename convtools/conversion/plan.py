@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from convtools.conversion.source import Source
+from convtools.conversion.source import Stored
 from convtools.errors import AccountingError
 from convtools.layout.cover import first_fault
 from convtools.layout.mapping import Mapping
@@ -45,7 +45,7 @@ class Target:
     last: tuple[SideFile, ...] = ()
     """Files that make the whole a checkpoint: written when all else is on disk."""
 
-    def shapes(self, source: Source) -> Mapping_[str, tuple[int, ...]]:
+    def shapes(self, source: Stored) -> Mapping_[str, tuple[int, ...]]:
         """Shape of every tensor that is to be written."""
         if self.to_hf is not None:
             return self.to_hf.a
@@ -76,7 +76,7 @@ class _Run(NamedTuple):
 class Resolver:
     """Answers where the elements of a destination's payload lie in the source's files."""
 
-    def __init__(self, source: Source, target: Target) -> None:
+    def __init__(self, source: Stored, target: Target) -> None:
         self._to_hf, self._copies = target.to_hf, target.copies
         self._fills, self._plus = target.fills, _payload_shifts(source, target)
         self._runs: dict[str, _Run] = {}
@@ -151,7 +151,7 @@ class Resolver:
         return self._runs[piece.b].dtype
 
 
-def hf_shifts(source: Source, target: Target) -> dict[str, int]:
+def hf_shifts(source: Stored, target: Target) -> dict[str, int]:
     """What is added to HF tensors on the way, by name: only where one side centres a norm on zero."""
     sign = (target.format != "hf") - (source.format != "hf")
     if not sign:
@@ -160,7 +160,7 @@ def hf_shifts(source: Source, target: Target) -> dict[str, int]:
     return {p.b: sign * params[p.a].shift for p in pieces if params[p.a].shift}
 
 
-def _payload_shifts(source: Source, target: Target) -> dict[str, int]:
+def _payload_shifts(source: Stored, target: Target) -> dict[str, int]:
     """The same by name of payload. Raises AccountingError where tensors that differ in it meet in one."""
     by_hf = hf_shifts(source, target)
     if not by_hf or target.to_hf is None:
@@ -182,7 +182,7 @@ class Totals(NamedTuple):
     nbytes: int
 
 
-def verify(source: Source, target: Target) -> Totals:
+def verify(source: Stored, target: Target) -> Totals:
     """Check, by regions alone, that the target is whole; raises AccountingError.
 
     Payloads tile their tensors; their tensors are made of HF tensors (a table that was checked to be

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from convtools.codecs.cast import cast, overflows
 from convtools.conversion.plan import Resolver, SideFile, Target
-from convtools.conversion.source import Duplicate, Padding, Source
+from convtools.conversion.source import Duplicate, Padding, Stored
 from convtools.disk import writing
 from convtools.errors import AccountingError, CheckpointError, StorageError
 from convtools.layout.piece import block
@@ -50,7 +50,7 @@ class Runner:
 
     def __init__(
         self,
-        source: Source,
+        source: Stored,
         resolver: Resolver | None,
         *,
         workers: int,

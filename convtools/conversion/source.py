@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping as MappingABC
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from convtools.errors import AccountingError, together
 from convtools.families.registry import Model
@@ -34,6 +34,30 @@ class Padding(NamedTuple):
 
     name: str
     region: Region
+
+
+class Stored(Protocol):
+    """What a plan must know of that which it reads."""
+
+    @property
+    def format(self) -> str:
+        """`hf`, `torch_dist` or `torch`."""
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """By the store's own names."""
+
+    @property
+    def to_hf(self) -> Mapping | None:
+        """Side a: stored names, side b: HF names. None: they are the same tensors."""
+
+    @property
+    def hf(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every HF tensor."""
+
+    @property
+    def table(self) -> Table:
+        """The model's table; only asked of a Megatron checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

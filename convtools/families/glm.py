@@ -30,8 +30,8 @@ __all__ = [
 
 NAME = "glm"
 PROOF = {
-    "Glm4MoeForCausalLM": "parts of DeepSeek-V3 and Qwen3-MoE, rows written by hand, and what transformers "
-    "writes; no files of real Megatron",
+    "Glm4MoeForCausalLM": "rows written by hand, what transformers writes, and the logits of megatron-core's "
+    "own model; no files of real Megatron",
 }
 """What its tables were checked against, by architecture."""
 ARCHITECTURES = tuple(PROOF)

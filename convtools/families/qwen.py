@@ -27,9 +27,10 @@ __all__ = [
 NAME = "qwen"
 PROOF = {
     "Qwen2ForCausalLM": "files of real Megatron and Megatron-Bridge",
-    "Qwen2MoeForCausalLM": "parts of Qwen2 and Qwen3-Next, rows by hand, and what transformers writes",
+    "Qwen2MoeForCausalLM": "rows by hand, what transformers writes, and logits of megatron-core's own model",
     "Qwen3ForCausalLM": "parts of Qwen2 and Qwen3-MoE, and round trips",
-    "Qwen3MoeForCausalLM": "files of real Megatron and Megatron-Bridge; with dense layers: round trips",
+    "Qwen3MoeForCausalLM": "files of real Megatron and Megatron-Bridge; with dense layers: logits of "
+    "megatron-core's own model",
 }
 """What its tables were checked against, by architecture."""
 ARCHITECTURES = tuple(PROOF)

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-from convtools.errors import ConfigError
+from convtools.errors import ConfigError, tick
 from convtools.families.config import Config
 from convtools.families.table import Copy, Row, Table
 from convtools.families.wrapping import Wrapping, find_section, own_config
-from convtools.stores.names import tick
 
 _MODULE = {
     "DeepseekV2ForCausalLM": "deepseek",

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from convtools.errors import AccountingError, ConfigError, capped
+from convtools.errors import AccountingError, ConfigError, capped, tick
 from convtools.families.config import Config
-from convtools.stores.names import tick
 
 SECTIONS = ("text_config", "llm_config", "language_config")
 """Sections of config.json that may hold the language model's config."""

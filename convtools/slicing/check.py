@@ -15,7 +15,7 @@ def check_model(plan: SlicePlan, origin: Origin) -> str:
     A known family says which tensors its config asks for: they must be the slice's, each in its shape.
     """
     config = plan.config
-    shapes = {name: tuple(shape) for name, shape in plan.target.shapes(origin).items()}  # type: ignore[arg-type]
+    shapes = {name: tuple(shape) for name, shape in plan.target.shapes(origin).items()}
     find_layers(shapes, text_part(config))
     said = layer_count(text_part(config))
     if said is not None and said != len(plan.keep):

@@ -24,7 +24,7 @@ def slice_manifest(origin: Origin, plan: SlicePlan, root: Path, workers: int) ->
                 strict=True,
             )
         )
-    shapes = plan.target.shapes(origin)  # type: ignore[arg-type]
+    shapes = plan.target.shapes(origin)
     tensors = {
         new: ManifestTensor(
             dtype=plan.target.dtypes[new],
@@ -37,7 +37,11 @@ def slice_manifest(origin: Origin, plan: SlicePlan, root: Path, workers: int) ->
     }
     source = ManifestSource(name=_name(origin), revision=origin.revision, format=origin.format)
     return Manifest(
-        made_by=made_by(), source=source, layers=list(plan.keep), notes=list(plan.changes.made), tensors=tensors
+        made_by=made_by(),
+        source=source,
+        layers=list(plan.keep),
+        notes=list(plan.changes.made),
+        tensors=tensors,
     )
 
 
