@@ -89,7 +89,7 @@ class StorageError(ConvtoolsError):
 
 
 def printable(text: str, limit: int = 2000) -> str:
-    """Text that is safe on a terminal: control characters escaped, lines cut at `limit` characters.
+    r"""Text that is safe on a terminal: control characters escaped, lines cut at `limit` characters.
 
     >>> printable("a\x1b[31mb")
     'a\\x1b[31mb'

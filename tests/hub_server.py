@@ -1,6 +1,6 @@
 """A server on loopback that answers as the Hugging Face Hub does, as far as huggingface_hub 2.4 asks.
 
-Two ports: the Hub, and the storage that it sends clients to with links that are signed and expire. All
+Two hosts: the Hub, and the storage that it sends clients to with links that are signed and expire. All
 is in memory. It counts what it sends, and fails on request: see `Fault`. Xet is said to be not there.
 """
 
@@ -104,7 +104,7 @@ class Hub:
             "HF_TOKEN": TOKEN,
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "NO_PROXY": "127.0.0.1",
+            "NO_PROXY": "127.0.0.1,127.0.0.2",
         } | more
 
     def fault(self, storage: bool, method: str, path: str) -> Fault | None:
@@ -139,8 +139,9 @@ class _Server(ThreadingHTTPServer):
 def serving() -> Iterator[Hub]:
     """A running Hub."""
     hub = Hub()
-    servers = [_Server(("127.0.0.1", 0), _handler(hub, storage)) for storage in (False, True)]
-    hub.url, hub.storage_url = (f"http://127.0.0.1:{s.server_address[1]}" for s in servers)
+    # Two hosts, for that is how clients tell whom to show the token.
+    servers = [_Server((host, 0), _handler(hub, host == "127.0.0.2")) for host in ("127.0.0.1", "127.0.0.2")]
+    hub.url, hub.storage_url = (f"http://{s.server_address[0]}:{s.server_address[1]}" for s in servers)
     threads = [
         threading.Thread(target=s.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True) for s in servers
     ]
@@ -171,7 +172,7 @@ def point_at(hub: Hub, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,127.0.0.2")
 
 
 def git_oid(data: bytes) -> str:

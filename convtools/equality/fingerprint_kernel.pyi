@@ -1,5 +1,6 @@
-from collections.abc import Buffer
+from typing_extensions import Buffer
 
+def vector(wanted: bool, /) -> bool: ...
 def configure(constants: bytes, /) -> None: ...
 def accumulate(
     data: Buffer, start: int, at: int, loops: tuple[tuple[int, int, int], ...], run: int, /

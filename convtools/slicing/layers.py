@@ -58,6 +58,15 @@ class Layers:
         return f"{self.prefix}{layer}.{self.within(name)}"
 
 
+def other_stack(name: str) -> bool:
+    """Whether a name, or the beginning of one, is of an MTP head or of a tower, and not of the decoder.
+
+    >>> other_stack("mtp.layers."), other_stack("model.layers.")
+    (True, False)
+    """
+    return bool(_MTP.search(name) or _ASIDE.search(name))
+
+
 def text_path(config: dict[str, Any]) -> tuple[str, ...]:
     """Where in the config the language model's part lies: `()` or `("text_config",)`.
 
@@ -158,8 +167,7 @@ def _choose(stacks: dict[str, dict[int, list[str]]], count: int | None, prefix: 
         stem
         for stem, held in stacks.items()
         if stem.rstrip(".").rpartition(".")[2] in _STACK_WORDS
-        and not _ASIDE.search(stem)
-        and not _MTP.search(stem)
+        and not other_stack(stem)
         and (count is None or max(held) + 1 >= count)
     ]
     if len(fitting) == 1:

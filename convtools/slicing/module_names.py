@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from convtools.errors import ConfigError
-from convtools.slicing.layers import Layers
+from convtools.slicing.layers import Layers, other_stack
 
 _MAX_PATTERN = 4096
 _COSTLY = re.compile(r"\)[*+{]|(?:[*+}].*){5}")
@@ -70,11 +70,15 @@ class _Rewriter:
         self._number = re.compile(rf"((?:^|(?<=[.*:^])){re.escape(word)}\\?\.)(\d{{1,6}})(?=\\?[.$]|$)")
         self._layered = re.compile(rf"(?:^|[.*:^]){re.escape(word)}\\?\.")
         self._modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        inside = re.compile(re.escape(layers.prefix) + r"\d+\.")
+        self._outside = [name for name in self._modules if not inside.match(name)]
 
     def __call__(self, entry: str) -> list[str]:
-        if self._drop_mtp and re.match(r"(?:re:\^?)?mtp(\\?\.|$)", entry):
+        if self._drop_mtp and re.match(r"(?:re:\^?)?mtp(\\?\.|\*|$)", entry):
             return []
         found = self._number.search(entry)
+        if found and other_stack(re.sub(r"^re:\^?", "", entry[: found.start(2)]).replace("\\", "")):
+            return [entry]
         if found:
             targets = self._new.get(int(found[2]), [])
             return [f"{entry[: found.start(2)]}{new}{entry[found.end(2) :]}" for new in targets]
@@ -98,9 +102,11 @@ class _Rewriter:
         """The pattern as it is where it means the same of the new numbers, else the modules by name."""
         pairs = list(self._pairs())
         wanted = [new for old, new in pairs if matches(old)]
+        outside = [name for name in self._outside if matches(name)]
         if wanted == [new for _, new in pairs if matches(new)]:
-            return [entry] if wanted or not any(matches(name) for name in self._modules) else []
-        return wanted
+            gone = not wanted and not outside and any(matches(name) for name in self._modules)
+            return [] if gone else [entry]
+        return [*wanted, *outside]
 
     def _pairs(self) -> Iterable[tuple[str, str]]:
         """(module of the source, its name in the slice) of every layer that is kept."""

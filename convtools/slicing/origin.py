@@ -19,7 +19,11 @@ from convtools.stores.megatron_dir import is_megatron
 if TYPE_CHECKING:
     from convtools.stores.hub import HubCheckpoint
 
-_OWN = {SPELLING_FILE: "a note of convtools' own", MANIFEST_NAME: "the source's own manifest"}
+_OWN = {
+    SPELLING_FILE: "a note of convtools' own",
+    MANIFEST_NAME: "the source's own manifest",
+    "README.md": "the source's own model card",
+}
 
 
 @dataclass(frozen=True, slots=True)

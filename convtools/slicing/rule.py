@@ -83,8 +83,8 @@ def periodic(
         return at if i % text[period] == text[offset] else between
 
     def express(text: Text, wanted: Sequence[str]) -> Text | None:
-        for p in range(1, len(wanted) + 2):
-            for o in range(p):
+        for p in (text[period], *range(1, len(wanted) + 2)):
+            for o in range(min(p, len(wanted) + 1)):
                 found: Text = {period: p, offset: o}
                 if all(meaning(text | found, i) == word for i, word in enumerate(wanted)):
                     return found

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from convtools.codecs.cast import cast
 from convtools.conversion.plan import Resolver, Target
 from convtools.errors import CheckpointError, UsageError
 from convtools.layout.mapping import Mapping
@@ -17,7 +18,8 @@ from convtools.slicing.layers import find_layers, text_part
 from convtools.slicing.origin import Origin, open_origin
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
 from convtools.stores.hf import open_hf
-from convtools.stores.move import SLAB, Mover
+from convtools.stores.hub import HubReader, is_remote
+from convtools.stores.move import SLAB, Mover, Unit
 
 
 class Fault(NamedTuple):
@@ -126,24 +128,40 @@ def _against(
     shapes = {name: found[name].shape for name, _ in pairs}
     resolver = Resolver(origin, Target("hf", (), Mapping(shapes, origin.hf, pieces), {}))
 
+    hub = HubReader(origin.hub) if origin.hub is not None else None
+
     def compare(pair: tuple[str, str]) -> Fault | None:
         name, of = pair
-        same = _same(resolver, found[name])
+        same = _same(resolver, found[name], hub)
         return None if same else Fault(name, f"its bytes are not those of the source's `{of}`")
 
     yield from _in_parallel(compare, pairs, workers)
 
 
-def _same(resolver: Resolver, tensor: StoredTensor) -> bool:
+def _same(resolver: Resolver, tensor: StoredTensor, hub: HubReader | None) -> bool:
     """Whether a tensor of the slice is, byte for byte, what the source gives."""
     blob, size, at, mover = tensor.blobs[0], DTYPE_NBYTES[tensor.dtype], tensor.blobs[0].offset, Mover()
     try:
         for slab in slabs(Region.whole(tensor.shape), SLAB // size):
             for unit in resolver.units(Payload(tensor.name, slab, tensor.dtype), 0):
-                theirs = mover.gather(unit)
+                theirs = _gathered(unit, mover, hub)
                 if mover.read(blob.path, at, len(theirs)) != theirs:
                     return False
                 at += len(theirs)
     finally:
         mover.close()
     return True
+
+
+def _gathered(unit: Unit, mover: Mover, hub: HubReader | None) -> bytes | memoryview:
+    """The bytes that the source gives for a unit, wherever they lie."""
+    if hub is not None and is_remote(unit.gathers[0].path):
+        out = bytearray(unit.numel * DTYPE_NBYTES[unit.src_dtype])
+        for g in unit.gathers:
+            size = DTYPE_NBYTES[unit.src_dtype]
+            for to, of in g.move.runs():
+                run = g.move.run * size
+                out[to * size : to * size + run] = hub.read(g.path, g.offset + of * size, run)
+        return bytes(out)
+    view = mover.gather(unit)
+    return cast(view, unit.src_dtype, unit.dst_dtype, unit.plus) if unit.plus else view

@@ -30,7 +30,7 @@ def held(root: Path) -> Content:
 
 
 LISTS = {
-    "deepseek_v3": "0,2", "gpt_oss": "1", "llama3_tied": "1,3", "nemotron_mtp": "0-3", "qwen3_moe": "1",
+    "deepseek_v3": "0,2", "gpt_oss": "1", "llama3_tied": "1", "nemotron_mtp": "0-3", "qwen3_moe": "1",
     "qwen3_next": "3,1",
 }  # fmt: skip
 
