@@ -8,8 +8,10 @@ from io import TextIOWrapper
 import click
 
 _COMMANDS = {
+    "compare": "Say whether two checkpoints hold the same weights, or where they do not.",
     "convert": "Convert a checkpoint: HF, Megatron torch_dist, Megatron torch; any to any.",
     "families": "List the architectures that can be converted.",
+    "fingerprint": "Write one hash for every tensor, the same in any format, as a manifest.",
     "inspect": "Say what a checkpoint is, without reading its weights.",
     "publish": "Put a checkpoint on the Hugging Face Hub, with a model card and a manifest.",
     "slice": "Cut a few layers out of a checkpoint, into a small one that engines load.",

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     "--not-per-layer", multiple=True, metavar="KEY",
     help="A list in the config that is as long as the model has layers, and is not one entry a layer.",
 )  # fmt: skip
-@click.option("--layer-prefix", metavar="NAME", help="The stack of layers, where it is unclear: model.layers.")
+@click.option(
+    "--layer-prefix", metavar="NAME", help="The stack of layers, where it is unclear: model.layers."
+)
 @click.option("--iteration", metavar="N|release", help="Which saved iteration of a Megatron source.")
 @click.option(
     "--hf-config", type=click.Path(exists=True, path_type=Path),
@@ -78,14 +80,20 @@ def _print(report: "SliceReport") -> None:
 
     console = Console()
     layers = Table(box=None, pad_edge=False)
-    for heading, justify in (("layer", "right"), ("source", "right"), ("kind", "left"), ("why", "left"), ("bytes", "right")):
+    for heading, justify in (
+        ("layer", "right"),
+        ("source", "right"),
+        ("kind", "left"),
+        ("why", "left"),
+        ("bytes", "right"),
+    ):
         layers.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for line in report.layers:
         why = line.why if line.why == "asked for" else f"the cheapest {line.why}"
         more = f"{why}; {line.others} more like it" if line.others else f"{why}; the only one"
         layers.add_row(str(line.layer), str(line.source), Text(line.kind), Text(more), human(line.nbytes))
-    layers.add_row("", "", "outside the layers", f"{report.mtp_tensors} tensors of it MTP" if report.mtp_tensors else "",
-                   human(report.other_nbytes))  # fmt: skip
+    mtp = f"{report.mtp_tensors} tensors of it MTP" if report.mtp_tensors else ""
+    layers.add_row("", "", "outside the layers", mtp, human(report.other_nbytes))
     console.print(layers, soft_wrap=True)
     console.print()
     facts = Table(box=None, show_header=False, pad_edge=False)
@@ -105,7 +113,9 @@ def _print(report: "SliceReport") -> None:
     reasons: dict[str, list[str]] = {}
     for name, reason in report.left_out:
         reasons.setdefault(reason, []).append(name)
-    rows += [("left out", f"{len(names)} ({reason}): {capped(names, 3)}") for reason, names in reasons.items()]
+    rows += [
+        ("left out", f"{len(names)} ({reason}): {capped(names, 3)}") for reason, names in reasons.items()
+    ]
     rows += [("note", note) for note in report.notes]
     if not report.dry_run:
         rows.append(("time", f"{report.seconds:.1f} s"))

@@ -11,20 +11,31 @@ if TYPE_CHECKING:
     from convtools.conversion.api import convert, open_source
     from convtools.conversion.options import Options
     from convtools.conversion.report import Report
+    from convtools.equality.compare import compare
+    from convtools.equality.live import Shards
+    from convtools.equality.options import CompareOptions
+    from convtools.equality.verdict import Comparison
     from convtools.errors import ConvtoolsError
     from convtools.inspection import Inspection, inspect
 
 _HOME = {
+    "CompareOptions": "convtools.equality.options",
+    "Comparison": "convtools.equality.verdict",
     "ConvtoolsError": "convtools.errors",
     "Inspection": "convtools.inspection",
     "Options": "convtools.conversion.options",
     "Report": "convtools.conversion.report",
+    "Shards": "convtools.equality.live",
+    "compare": "convtools.equality.compare",
     "convert": "convtools.conversion.api",
     "inspect": "convtools.inspection",
     "open_source": "convtools.conversion.api",
 }
 
-__all__ = ["ConvtoolsError", "Inspection", "Options", "Report", "convert", "inspect", "open_source"]
+__all__ = [
+    "CompareOptions", "Comparison", "ConvtoolsError", "Inspection", "Options", "Report", "Shards",
+    "compare", "convert", "inspect", "open_source",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 

@@ -112,7 +112,7 @@ def megatron_args(
     model, layout = source.model, choices.layout or ParallelLayout()
     was = {k: v for k, v in source.args.items() if _plain(v) and k not in _OTHER_STAGES}
     kept = {k: _DTYPES.get(v, v) if isinstance(v, str) else v for k, v in was.items()}
-    told = model.family.megatron_args(model.config, model.spec, model.spelling)
+    told = model.megatron_args()
     args = kept | {k: v for k, v in told.items() if v is not None or k not in kept}
     if choices.split.pattern and "hybrid_layer_pattern" in args:
         args["hybrid_layer_pattern"] = choices.split.marked(str(args["hybrid_layer_pattern"]))

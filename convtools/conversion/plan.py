@@ -146,6 +146,10 @@ class Resolver:
         run = self._runs[piece.b]
         return Gather(run.path, run.offset, move(piece, shape, run.shape))
 
+    def gathers(self, name: str, region: Region) -> list[Gather]:
+        """Where the elements of a region lie in the source, however large it is."""
+        return [self._gather(p, region.sizes) for p in self.pieces(name, region)]
+
     def dtype_of(self, piece: Piece) -> str:
         """dtype of the source run of a piece."""
         return self._runs[piece.b].dtype

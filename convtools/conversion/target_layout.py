@@ -12,7 +12,7 @@ def target_layout(source: Source, options: Options) -> ParallelLayout | None:
     if options.to == "torch_dist" and not options.has_layout:
         return None
     model, split = source.model, options.split()
-    told = model.family.megatron_args(model.config, model.spec, model.spelling)
+    told = model.megatron_args()
     hybrid = told.get("hybrid_layer_pattern")
     cut = split.cut(model.spec.num_layers, told.get("mtp_num_layers") or 0, hybrid)
     _check_version(options.mcore(), split, cut, hybrid=hybrid is not None)

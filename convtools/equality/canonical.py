@@ -5,6 +5,7 @@ rather than one of all) are the coordinates of both, and the other is read throu
 its tensors ~ Megatron's parameters ~ the tensors that are named.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from convtools.conversion.plan import Resolver, Target
 from convtools.conversion.source import Duplicate, LeftOut, Padding, Source
 from convtools.equality.live import LiveBytes, Shards, named_tensors, shards_source
 from convtools.equality.reading import Memory, Reader, Stamp, stamps
-from convtools.errors import ConfigError, ConvtoolsError, UsageError
+from convtools.errors import ConvtoolsError, UsageError
 from convtools.families.registry import Model
 from convtools.families.table import Table
 from convtools.layout.mapping import Mapping as Pieces
@@ -148,21 +149,25 @@ def _of_folder(name: str, iteration: int | str | None, hf_config: Path | None, o
     from convtools.conversion.api import open_source
     from convtools.slicing.origin import open_origin
     from convtools.stores.hf import is_hf
-    from convtools.stores.megatron_dir import is_megatron
+    from convtools.stores.megatron_dir import find_iteration, is_megatron
 
     root = Path(name)
     if root.is_dir() and not is_hf(root) and is_megatron(root):
-        try:
-            return _of_source(name, open_source(root, iteration=iteration, hf_config=hf_config))
-        except ConfigError:
-            if hf_config is not None or other is None:
-                raise
-        borrowed = _of_source(name, open_source(root, iteration=iteration, hf_config=other))
-        return replace(borrowed, notes=(*borrowed.notes, f"{name}: read with the config.json of {other}"))
+        kept = os.path.lexists(find_iteration(root, iteration).path / "hf")
+        if other is not None and hf_config is None and not kept:
+            # What is derived from Megatron's args alone may lack rows or names that both sides hold.
+            try:
+                side = _of_source(name, open_source(root, iteration=iteration, hf_config=other))
+                return replace(side, notes=(f"{name} has no config.json: read with that of {other}",))
+            except ConvtoolsError:
+                pass  # another model's: it is read by its own args
+        return _of_source(name, open_source(root, iteration=iteration, hf_config=hf_config))
     if iteration is not None:
         raise UsageError(f"`{name}` has no iterations", fix="give one for a Megatron checkpoint only")
     origin = open_origin(name)
-    notes = tuple(f"{name}: not read: {left.name} ({left.reason})" for left in origin.left_out if _stray(left))
+    notes = tuple(
+        f"{name}: not read: {left.name} ({left.reason})" for left in origin.left_out if _stray(left)
+    )
     return Side(
         name, "hf", origin.hf, origin.dtypes, Loose(origin.tensors, origin.hf), origin.config,
         hub=origin.hub, root=origin.root, left_out=origin.left_out, notes=notes, files=stamps(origin.tensors),
@@ -192,7 +197,9 @@ def _of_source(name: str, source: Source) -> Side:
 
 def _of_manifest(name: str, manifest: Manifest) -> Side:
     shapes = {n: tuple(t.shape) for n, t in manifest.tensors.items()}
-    return Side(name, "manifest", shapes, {n: t.dtype for n, t in manifest.tensors.items()}, manifest=manifest)
+    return Side(
+        name, "manifest", shapes, {n: t.dtype for n, t in manifest.tensors.items()}, manifest=manifest
+    )
 
 
 def _of_tensors(named: Mapping[str, Any]) -> Side:

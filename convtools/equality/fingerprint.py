@@ -46,7 +46,7 @@ class Constants(NamedTuple):
     k: tuple[int, ...]
     """108 bits each, by position within a block."""
     gamma: int
-    """Block `b` is multiplied by `gamma ** b`."""
+    """Block `b` is multiplied by `gamma ** (b + 1)`."""
 
 
 @cache
@@ -200,7 +200,7 @@ def joined(crossed: Iterable[Iterable[float]], at: int) -> int:
         limb, part = divmod(i, _ROW_LIMBS)
         for j, number in enumerate(line):
             total += int(number) << (_LIMB * limb + _ROW_LIMB * part + _POWER_LIMB * j)
-    return total * pow(constants().gamma, at, PRIME) % PRIME
+    return total * pow(constants().gamma, at + 1, PRIME) % PRIME
 
 
 def _blocks(data: "Array", first: int) -> int:
@@ -256,8 +256,7 @@ def _nest(flat: "Array", start: int, at: int, loops: tuple[Stride, ...], run: in
         return _contiguous(flat[start : start + run], at)
     span = run + sum((s.n - 1) * s.dst for s in loops)
     if span > _SPREAD:
-        halves = _wide(loops)
-        return sum(_nest(flat, start + f, at + t, inner, run) for t, f, inner in halves)
+        return sum(_nest(flat, start + f, at + t, inner, run) for t, f, inner in halved(loops))
     laid = np.zeros(span, "u1")
     shape, item = tuple(s.n for s in loops), f"V{run}"
     of = np.ndarray(shape, item, flat.data, start, tuple(s.src for s in loops))
@@ -265,7 +264,7 @@ def _nest(flat: "Array", start: int, at: int, loops: tuple[Stride, ...], run: in
     return _contiguous(laid, at)
 
 
-def _wide(loops: tuple[Stride, ...]) -> list[tuple[int, int, tuple[Stride, ...]]]:
+def halved(loops: tuple[Stride, ...]) -> list[tuple[int, int, tuple[Stride, ...]]]:
     """(further in the tensor, further in the data, loops) of either half of the widest loop."""
     i = max(range(len(loops)), key=lambda i: (loops[i].n - 1) * loops[i].dst)
     n, d, s = loops[i]

@@ -54,9 +54,10 @@ static inline u128 product(u128 x, u128 y) /* x, y < p -> x * y mod p, by 2^127 
     return folded(sum);
 }
 
-static u128 power(uint64_t block) /* gamma^block */
+static u128 power(uint64_t block) /* gamma^(block + 1) */
 {
     u128 out = 1;
+    block++; /* the first block has gamma itself: a small tensor's sums fill all bits too */
     for (int place = 0; block; place++, block >>= 8)
         if (block & 255)
             out = product(out, POWERS[place][block & 255]);
@@ -93,7 +94,7 @@ static u128 power_at(Sum *s, uint64_t block)
         } else {
             s->known_power = power(block);
             s->stride = stride;
-            s->stride_power = block > s->known ? power(stride) : 1;
+            s->stride_power = block > s->known ? power(stride - 1) : 1;
             if (block < s->known)
                 s->stride = 0;
         }
@@ -319,7 +320,7 @@ static PyObject *accumulate(PyObject *self, PyObject *args)
         return NULL;
     }
     Sum sum = {0};
-    sum.known_power = 1;
+    sum.known_power = GAMMA; /* of block 0 */
     if (!empty) {
         Py_BEGIN_ALLOW_THREADS
         nest(&sum, loops, depth, (const unsigned char *)data.buf + start, at, run);

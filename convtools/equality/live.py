@@ -158,7 +158,9 @@ def _chunks(shards: Shards) -> Iterator[tuple[Rank, int, Named]]:
     given = {Rank(*rank): chunks for rank, chunks in shards.ranks.items()}
     for rank, chunk in product(shards.layout.ranks(), range(shards.layout.vpp)):
         if rank not in given:
-            raise AccountingError(f"no tensors of rank {tuple(rank)} (tp, pp, ep, etp)", fix="give every rank's")
+            raise AccountingError(
+                f"no tensors of rank {tuple(rank)} (tp, pp, ep, etp)", fix="give every rank's"
+            )
         chunks = given[rank]
         yield rank, chunk, chunks if isinstance(chunks, Mapping) else chunks[chunk]
 

@@ -17,8 +17,8 @@ from convtools.equality.verdict import TensorResult
 from convtools.errors import printable
 
 MARKS = {
-    v.MISSING_A: "−A",
-    v.MISSING_B: "−B",
+    v.MISSING_A: "-A",
+    v.MISSING_B: "-B",
     v.SHAPE: "S",
     v.DIFFERS: "≠",
     v.DTYPE: "D",
@@ -32,7 +32,6 @@ MARKS = {
 _RANK = {verdict: rank for rank, verdict in enumerate(MARKS)}
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.|$)")
 _DIGITS = re.compile(r"(0|[1-9][0-9]{0,14})(?![0-9])")
-_MAX_TEXT = 300
 _EXACT = 2**53
 """JavaScript's numbers are exact up to here."""
 
@@ -47,6 +46,8 @@ class Limits:
     """Rows."""
     components: int = 300
     """Columns; tensors outside of the layers, too."""
+    text: int = 300
+    """Characters of a name or a cause."""
 
 
 @dataclass(slots=True)
@@ -68,6 +69,14 @@ class _Cell:
         if result.verdict != v.IDENTICAL:
             self.listed.append(result)
 
+    def join(self, other: "_Cell") -> None:
+        self.counts += other.counts
+        self.elements += other.elements
+        self.different += other.different
+        self.kinds |= other.kinds
+        self.example = self.example or other.example
+        self.listed += other.listed
+
     @property
     def worst(self) -> str:
         return min(self.counts, key=_RANK.__getitem__)
@@ -76,26 +85,28 @@ class _Cell:
 class _Strings:
     """Texts by number; 0 is no text."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self.table: list[str | None] = [None]
         self._found: dict[str | None, int] = {None: 0}
 
     def __call__(self, text: str | None) -> int:
         if text not in self._found:
             self._found[text] = len(self.table)
-            self.table.append(None if text is None else shown(text))
+            self.table.append(None if text is None else shown(text, self._limit))
         return self._found[text]
 
 
 class _Names:
     """Names as the number of a template, then the numbers that stand in its gaps."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self.templates: list[list[str]] = []
         self._found: dict[tuple[str, ...], int] = {}
 
     def __call__(self, name: str) -> list[int]:
-        parts = _DIGITS.split(shown(name))
+        parts = _DIGITS.split(shown(name, self._limit))
         words = tuple(parts[::2])
         if words not in self._found:
             self._found[words] = len(self.templates)
@@ -103,7 +114,7 @@ class _Names:
         return [self._found[words], *map(int, parts[1::2])]
 
 
-def shown(text: str, limit: int = _MAX_TEXT) -> str:
+def shown(text: str, limit: int = 300) -> str:
     r"""`text` in one line without control or direction characters, cut at `limit`.
 
     >>> shown("a\nb\u202e")
@@ -119,7 +130,9 @@ def grid(tensors: Iterable[TensorResult], limits: Limits) -> dict[str, Any]:
         component = _EXPERT.sub("*", result.component or result.name)
         found.setdefault((result.layer, component), _Cell()).add(result)
     inside = {key: cell for key, cell in found.items() if key[0] is not None}
-    rows = _places([layer for layer, _ in sorted(inside, key=lambda key: key[0] or 0)], inside, 0, limits.layers)
+    rows = _places(
+        [layer for layer, _ in sorted(inside, key=lambda key: key[0] or 0)], inside, 0, limits.layers
+    )
     columns = _places(_grouped(name for _, name in inside), inside, 1, limits.components)
     outside = {key: cell for key, cell in found.items() if key[0] is None}
     strip = _places([name for _, name in outside], outside, 1, limits.components)
@@ -127,9 +140,9 @@ def grid(tensors: Iterable[TensorResult], limits: Limits) -> dict[str, Any]:
     merged: dict[tuple[int, int], _Cell] = {}
     for (layer, component), cell in found.items():
         place = (-1, strip[component]) if layer is None else (rows[layer], columns[component])
-        merged[place] = _sum(merged[place], cell) if place in merged else cell
+        merged.setdefault(place, _Cell()).join(cell)
     places = sorted(merged)
-    strings, names = _Strings(), _Names()
+    strings, names = _Strings(limits.text), _Names(limits.text)
     cells = [merged[place] for place in places]
     allowed = _allowances([len(cell.listed) for cell in cells], limits.listed)
     listed = []
@@ -138,17 +151,20 @@ def grid(tensors: Iterable[TensorResult], limits: Limits) -> dict[str, Any]:
     verdicts = list(MARKS)
     return {
         "verdicts": [[verdict, MARKS[verdict], _slug(verdict), _calls(verdict)] for verdict in verdicts],
-        "rows": _labels(rows),
-        "columns": _labels(columns),
-        "strip": _labels(strip),
+        "rows": _labels(rows, limits.text),
+        "columns": _labels(columns, limits.text),
+        "strip": _labels(strip, limits.text),
         "cells": {
             "row": [row for row, _ in places],
             "column": [column for _, column in places],
-            "counts": [[n for p in sorted((_RANK[x], c) for x, c in cell.counts.items()) for n in p] for cell in cells],
+            "counts": [
+                [n for p in sorted((_RANK[x], c) for x, c in cell.counts.items()) for n in p]
+                for cell in cells
+            ],
             "elements": [_number(cell.elements) for cell in cells],
             "different": [_number(cell.different) for cell in cells],
             "kind": [strings(cell.kinds.copy().pop() if len(cell.kinds) == 1 else None) for cell in cells],
-            "example": [names(cell.example) for cell in cells],
+            "example": [None if n else names(cell.example) for cell, n in zip(cells, allowed, strict=True)],
             "listed": allowed,
         },
         "tensors": {
@@ -209,24 +225,14 @@ def _places(
     return {key: min(place, limit - 1) for place, key in enumerate(unique)}
 
 
-def _labels(places: dict[Any, int]) -> list[str]:
+def _labels(places: dict[Any, int], limit: int) -> list[str]:
     """What stands at each row or column."""
     sharing: dict[int, list[Any]] = {}
     for key, place in places.items():
         sharing.setdefault(place, []).append(key)
-    return [shown(str(keys[0])) if len(keys) == 1 else f"{len(keys)} more" for keys in sharing.values()]
-
-
-def _sum(a: _Cell, b: _Cell) -> _Cell:
-    """Two cells as one."""
-    return _Cell(
-        a.counts + b.counts,
-        a.elements + b.elements,
-        a.different + b.different,
-        a.kinds | b.kinds,
-        a.example,
-        a.listed + b.listed,
-    )
+    return [
+        shown(str(keys[0]), limit) if len(keys) == 1 else f"{len(keys)} more" for keys in sharing.values()
+    ]
 
 
 def _allowances(wanted: list[int], total: int) -> list[int]:

@@ -23,10 +23,14 @@ _LIMITS = (
     Limits(),
     Limits(listed=4_000),
     Limits(listed=1_000, layers=400, components=200),
-    Limits(listed=200, layers=150, components=100),
+    Limits(listed=200, layers=100, components=80, text=40),
 )
 """Tried in this order until the page is small enough."""
-_WORDS = {True: ("equal", "=", "Equal"), False: ("unequal", "≠", "Not equal"), None: ("unknown", "?", "Could not tell")}
+_WORDS = {
+    True: ("equal", "=", "Equal"),
+    False: ("unequal", "≠", "Not equal"),
+    None: ("unknown", "?", "Could not tell"),
+}
 _MAX_NOTES = 30
 _PLAIN = 50
 """Tensors that a reader without JavaScript sees."""
@@ -35,10 +39,10 @@ _NOT_IN_SCRIPT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 def render_html(comparison: Comparison) -> str:
-    """The page, at most 5 MB of ASCII-safe UTF-8: with very many differences it lists the worst of each cell."""
+    """The page, at most 5 MB: where very much differs, it lists the worst tensors of each cell."""
     for limits in _LIMITS:
         page = _page(comparison, limits)
-        if len(page) <= _MAX_NBYTES:
+        if len(page.encode()) <= _MAX_NBYTES:
             break
     return page
 
@@ -46,7 +50,7 @@ def render_html(comparison: Comparison) -> str:
 def write_report(path: str | os.PathLike[str], comparison: Comparison) -> None:
     """Write the page to `path`, the old file or the new one whole. Raises StorageError."""
     path = Path(path)
-    data = render_html(comparison).encode("utf-8", "backslashreplace")
+    data = render_html(comparison).encode()
     new = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.partial")
     with writing(path.parent):
         try:
@@ -63,7 +67,9 @@ def _page(comparison: Comparison, limits: Limits) -> str:
     notes = [_text(note, 1000) for note in comparison.notes[:_MAX_NOTES]]
     if len(comparison.notes) > _MAX_NOTES:
         notes.append(f"... and {len(comparison.notes) - _MAX_NOTES} more notes")
-    data = json.dumps(grid(comparison.tensors, limits), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(
+        grid(comparison.tensors, limits), separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     values = {
         "policy": f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'",
@@ -81,7 +87,9 @@ def _page(comparison: Comparison, limits: Limits) -> str:
         "b_format": _text(comparison.b_format),
         "tensors": f"{len(comparison.tensors):,}",
         "elements": f"{comparison.elements:,}",
-        "seconds": f"{comparison.seconds:.3g} s" if comparison.seconds < 100 else f"{comparison.seconds:,.0f} s",
+        "seconds": f"{comparison.seconds:.3g} s"
+        if comparison.seconds < 100
+        else f"{comparison.seconds:,.0f} s",
         "legend": _legend(comparison),
         "notes": "".join(f"<li>{note}</li>" for note in notes),
         "plain": _plain(comparison),

@@ -19,8 +19,16 @@
   const count = (n) => (typeof n === "number" ? n.toLocaleString("en") : n);
   const many = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
   const real = (n) => (typeof n !== "number" ? n : n !== 0 && (Math.abs(n) >= 1e6 || Math.abs(n) < 1e-4) ? n.toExponential() : String(n));
+  // A tensor's name, which may go on in the next line after a dot.
   function nameOf([template, ...numbers]) {
-    return DATA.templates[template].map((words, i) => words + (numbers[i] ?? "")).join("");
+    const out = make("code"), name = DATA.templates[template].map((words, i) => words + (numbers[i] ?? "")).join("");
+    for (const part of name.match(/[^.]*\.?/g)) out.append(part, document.createElement("wbr"));
+    return out;
+  }
+  function share(part, whole) {
+    if (typeof part !== "number" || typeof whole !== "number" || whole <= 0) return "";
+    const percent = Number((100 * part / whole).toPrecision(3));
+    return part < whole && percent >= 100 ? " (over 99.9 %)" : ` (${percent} %)`;
   }
 
   // What each cell is, worked out once.
@@ -71,8 +79,8 @@
     columns = COLUMNS.map((_, c) => c).filter((c) => !only.checked || badColumns.has(c));
     const small = matchMedia("(max-width: 860px)").matches;
     headWidth = small ? 48 : 64;
-    const longest = columns.reduce((most, c) => Math.max(most, short[c].length), 6);
-    headHeight = Math.min(18 + longest * 7.3, small ? 170 : 230);
+    const longest = columns.reduce((most, c) => Math.max(most, short[c].length * (badColumns.has(c) ? 8.2 : 7.2)), 40);
+    headHeight = Math.min(18 + longest, small ? 170 : 270);
     heads.style.height = `${headHeight}px`;
     const width = `${headWidth + columns.length * WIDTH + 4}px`;
     heads.style.width = body.style.width = width;
@@ -158,7 +166,7 @@
     now = i;
     const [r, c] = place(i);
     const top = r * HEIGHT, left = c * WIDTH;
-    const high = box.clientHeight - headHeight - HEIGHT, wide = box.clientWidth - headWidth - WIDTH;
+    const high = box.clientHeight - headHeight - HEIGHT - 6, wide = box.clientWidth - headWidth - WIDTH - 6;
     if (top < box.scrollTop) box.scrollTop = top; else if (top > box.scrollTop + high) box.scrollTop = top - high;
     if (left < box.scrollLeft) box.scrollLeft = left; else if (left > box.scrollLeft + wide) box.scrollLeft = left - wide;
     draw(false);
@@ -241,12 +249,13 @@
     else if (kind) notes.push(kind);
     notes.push(`${many(CELLS.elements[i], "element")} compared`);
     if (CELLS.different[i] !== 0) notes.push(`${count(CELLS.different[i])} different`);
-    const name = make("p");
-    if (n > 1) name.append("such as ");
-    name.append(make("code", "", nameOf(CELLS.example[i])));
     details.replaceChildren(top, legend, make("p", "", notes.join(", ")));
     const all = CELLS.listed[i], unlisted = n - all - (pairs[pairs.length - 2] === VERDICTS.length - 1 ? pairs[pairs.length - 1] : 0);
-    if (all === 0) details.append(name);
+    if (all === 0) {
+      const name = make("p", "", n > 1 ? "such as " : "");
+      name.append(nameOf(CELLS.example[i]));
+      details.append(name);
+    }
     for (let k = page * PAGE; k < Math.min(all, (page + 1) * PAGE); k++) details.append(tensor(firstListed[i] + k));
     if (unlisted > 0) details.append(make("p", "soft", `${count(all)} of the ${count(all + unlisted)} that are not identical are listed here; --json has every one.`));
     if (all > PAGE) details.append(pager(i, page, Math.ceil(all / PAGE)));
@@ -273,7 +282,7 @@
     const T = TENSORS, out = make("section", "tensor"), of = make("div", "of"), facts = make("dl", "facts");
     const [words, mark, name, look] = VERDICTS[T.verdict[k]];
     of.append(make("i", `mark v-${name}`, mark), make("span", "", words));
-    out.append(make("code", "", nameOf(T.name[k])), of);
+    out.append(nameOf(T.name[k]), of);
     if (T.cause[k]) out.append(make("p", "cause", DATA.strings[T.cause[k]]));
     const fact = (term, value) => {
       const line = make("dd", "number", value);
@@ -288,10 +297,8 @@
     both("dtype", T.dtypeA[k], T.dtypeB[k]);
     both("shape", T.shapeA[k], T.shapeB[k]);
     const n = T.elements[k], d = T.different[k];
-    if (d !== 0) {
-      const share = typeof n === "number" && typeof d === "number" && n > 0 ? ` (${Number((100 * d / n).toPrecision(3))} %)` : "";
-      fact("different", `${count(d)} of ${count(n)}${share}`);
-    } else if (n !== 0 && look) fact("compared", `${count(n)} elements`);
+    if (d !== 0) fact("different", `${count(d)} of ${count(n)}${share(d, n)}`);
+    else if (n !== 0 && look) fact("compared", `${count(n)} elements`);
     if (T.first[k] !== null) fact("first at", T.first[k]);
     if (T.maxAbs[k] !== null) fact("max abs", real(T.maxAbs[k]));
     if (T.maxRel[k] !== null) fact("max rel", real(T.maxRel[k]));

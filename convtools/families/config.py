@@ -26,7 +26,7 @@ class Fields:
         given = {n: self.config[n] for n in names if self.config.get(n) is not None}
         values = list(given.values())
         if any(v != values[0] for v in values):
-            self.problems.append("contradiction: " + ", ".join(f"{n}={v!r}" for n, v in given.items()))
+            self.problems.append("contradiction: " + ", ".join(f"{n}={_SHORT.repr(v)}" for n, v in given.items()))
         if values:
             return values[0]
         if default is MISSING:
@@ -52,7 +52,7 @@ class Fields:
         """True or false."""
         value = self.get(*names, default=default)
         if not isinstance(value, bool):
-            self.problems.append(f"`{names[0]}` is {value!r}, expected true or false")
+            self.problems.append(f"`{names[0]}` is {_SHORT.repr(value)}, expected true or false")
             return default
         return value
 

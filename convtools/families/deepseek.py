@@ -6,9 +6,11 @@ transformers reads and writes the model without them. DeepSeek-V2 has no correct
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from reprlib import repr  # a hostile value is long
 from typing import Any
 
 from convtools.families.blocks.mla import mla
+from convtools.families.computed import check_activation, check_yarn, epsilon, refuse, scaling
 from convtools.families.config import Config, Fields
 from convtools.families.gpt import (
     Spec as GptSpec,
@@ -25,7 +27,7 @@ from convtools.families.gpt import (
     rope_theta,
     spelling,
 )  # fmt: skip
-from convtools.families.gpt_args import expert_sizes, routing_config, sigmoid_routing
+from convtools.families.gpt_args import expert_sizes, plain_layers, routing_config, sigmoid_routing
 from convtools.families.table import EITHER, Block, Row, norm
 
 __all__ = [
@@ -119,23 +121,20 @@ def _layer(spec: Spec, spelling: Spelling, moe: bool) -> list[tuple[str, Block]]
 
 
 def megatron_args(config: Config, spec: Spec, spelling: Spelling) -> dict[str, Any]:
-    """The part of Megatron's `args` that config.json decides."""
-    routing = (
-        sigmoid_routing(config)
-        if spec.expert_bias
-        else {
-            "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
-            "moe_router_pre_softmax": not config.get("norm_topk_prob"),
-            "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
-        }
-    )  # fmt: skip
+    """The part of Megatron's `args` that config.json decides. Raises ConfigError for what it cannot compute."""
+    check_activation(config)
+    if config.get("rope_interleave", True) is not True:
+        raise refuse("`rope_interleave` is false, and Megatron's latent attention takes rotated pairs apart")
+    routing = sigmoid_routing(config) if spec.expert_bias else _softmax_routing(config)
     return routing | _rope_args(config) | {
         "num_layers": spec.num_layers, "hidden_size": spec.hidden, "ffn_hidden_size": spec.ffn,
         "num_attention_heads": spec.heads, "vocab_size": spec.vocab, "multi_latent_attention": True,
         "q_lora_rank": spec.q_rank or None, "kv_lora_rank": spec.kv_rank, "qk_head_dim": spec.qk_nope,
         "qk_pos_emb_head_dim": spec.qk_rope, "v_head_dim": spec.v_head_dim, "kv_channels": spec.v_head_dim,
         "qk_layernorm": True, "swiglu": True, "normalization": "RMSNorm",
-        "norm_epsilon": config.get("rms_norm_eps"), "layernorm_epsilon": config.get("rms_norm_eps"),
+        "norm_epsilon": epsilon(config), "layernorm_epsilon": epsilon(config),
+        "attention_dropout": config.get("attention_dropout", 0.0), "hidden_dropout": 0.0,
+        "init_method_std": config.get("initializer_range"),
         "position_embedding_type": "rope", "rotary_base": rope_theta(config),
         "max_position_embeddings": config.get("max_position_embeddings"),
         "seq_length": config.get("max_position_embeddings"),
@@ -151,14 +150,44 @@ def megatron_args(config: Config, spec: Spec, spelling: Spelling) -> dict[str, A
 
 
 def _rope_args(config: Config) -> dict[str, Any]:
-    """The rope in Megatron's words: plain, or YaRN with its six numbers; nothing for what it has not."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    if kind == "default":
-        return {"rope_type": "rope"}
-    if kind != "yarn":
-        return {}
-    return {"rope_type": "yarn"} | {mcore: rope[hf] for hf, mcore in _YARN if rope.get(hf) is not None}
+    """The rope in Megatron's words: plain, or YaRN with its six numbers. Raises ConfigError for others.
+
+    Its defaults are of DeepSeek-V2, differ between versions, and scale the softmax of a plain rope too.
+    """
+    rope = scaling(config)
+    if rope is None:
+        return {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        raise refuse("rope scaling other than `yarn`")
+    check_yarn(rope)
+    if not rope.get("truncate", True):
+        raise refuse("`truncate` of YaRN is false, and Megatron's latent attention always rounds")
+    if rope.get("mscale_all_dim") and not rope.get("mscale"):
+        raise refuse("YaRN with `mscale_all_dim` and without `mscale`")
+    length = config.get("max_position_embeddings")
+    told = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": length} | {
+        hf: rope[hf] for hf, _ in _YARN if rope.get(hf) is not None
+    }
+    if not rope.get("mscale_all_dim"):
+        told |= {"mscale": 1.0, "mscale_all_dim": 0.0}  # transformers looks at neither alone
+    return {"rope_type": "yarn"} | {mcore: told[hf] for hf, mcore in _YARN}
+
+
+def _softmax_routing(config: Config) -> dict[str, Any]:
+    """DeepSeek-V2's routing: weights that are scaled and not normed, of groups where there are several."""
+    if config.get("norm_topk_prob"):
+        raise refuse("`norm_topk_prob` is true, which transformers' DeepSeek-V2 does not look at")
+    groups, method = config.get("n_group") or 1, config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise refuse(f"`topk_method` is {repr(method)}")
+    limited = groups != 1 and method != "greedy"
+    return {
+        "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
+        "moe_router_pre_softmax": True,
+        "moe_router_num_groups": groups if limited else None,
+        "moe_router_group_topk": config.get("topk_group") if limited else None,
+        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
+    }  # fmt: skip
 
 
 def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Any], list[str]]:
@@ -171,6 +200,7 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
         not args.get("multi_latent_attention")
         or args.get("moe_router_score_function") != "sigmoid"
         or not args.get("moe_router_enable_expert_bias")
+        or not plain_layers(args)
         or not args.get("untie_embeddings_and_output_weights", True)
     ):
         return {}, ["another architecture, by its args"]

@@ -1,33 +1,64 @@
 """A GPT's config in Megatron's words, and back."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from convtools.errors import ConfigError
+from convtools.families.computed import (
+    check_activation,
+    check_biases,
+    check_sigmoid_routing,
+    epsilon,
+    is_real,
+    rope_args,
+    window_args,
+)
 from convtools.families.config import Config
 
 if TYPE_CHECKING:
     from convtools.families.gpt import Spec, Spelling
 
 
-def rope_theta(config: Config) -> float | None:
-    """The base of the rotary embedding, as v4 (`rope_theta`) and v5 (`rope_parameters`) spell it."""
+def rope_theta(config: Config) -> float:
+    """The base of the rotary embedding, as v4 (`rope_theta`) and v5 (`rope_parameters`) spell it.
+
+    Raises ConfigError where none is given, which Megatron would take for 10000, or layers differ in it (B13).
+    """
+    found = {x for x in _thetas(config) if is_real(x)}
+    if len(found) == 1:
+        return float(found.pop())
+    raise ConfigError(
+        "the base of the rotary embedding is not given" if not found else "layers differ in their rotary base",
+        where="config.json, `rope_theta` or `rope_parameters`",
+        expected="one number for all layers: Megatron has one `rotary_base`",
+        found=sorted(found) or None,
+        fix=None if found else "add it: models without it were trained with 10000 (Llama 2), as their card says",
+    )
+
+
+def _thetas(config: Config) -> Iterator[Any]:
+    """Every base that is given; `rope_parameters` may hold one set of them for each type of layer."""
+    yield config.get("rope_theta")
     nested = config.get("rope_parameters")
-    inner = nested.get("rope_theta") if isinstance(nested, dict) else None
-    value = inner if config.get("rope_theta") is None else config["rope_theta"]
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    for part in (nested, *nested.values()) if isinstance(nested, dict) else ():
+        if isinstance(part, dict):
+            yield part.get("rope_theta")
 
 
 def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[str, Any]:
-    """The part of Megatron's `args` that config.json decides."""
+    """The part of Megatron's `args` that config.json decides. Raises ConfigError for what it cannot compute."""
+    check_activation(config)
+    check_biases(spec)
     args: dict[str, Any] = {
         "num_layers": spec.num_layers, "hidden_size": spec.hidden, "ffn_hidden_size": spec.ffn,
         "num_attention_heads": spec.heads, "num_query_groups": spec.groups, "kv_channels": spec.head_dim,
         "group_query_attention": spec.groups != spec.heads, "vocab_size": spec.vocab,
         "max_position_embeddings": config.get("max_position_embeddings"),
         "seq_length": config.get("max_position_embeddings"),
-        "norm_epsilon": config.get("rms_norm_eps"), "layernorm_epsilon": config.get("rms_norm_eps"),
+        "norm_epsilon": epsilon(config), "layernorm_epsilon": epsilon(config),
         "normalization": "RMSNorm", "swiglu": True, "squared_relu": False, "qk_layernorm": spec.qk_norm,
         "add_bias_linear": spec.mlp_bias, "add_qkv_bias": spec.qkv_bias,
-        "position_embedding_type": "rope", "use_rotary_position_embeddings": True,
+        **rope_args(config), **window_args(config), "use_rotary_position_embeddings": True,
         "add_position_embedding": True, "rotary_base": rope_theta(config), "rotary_percent": 1.0,
         "untie_embeddings_and_output_weights": not spec.tied, "is_hybrid_model": False,
         "init_method_std": config.get("initializer_range"), "transformer_impl": "transformer_engine",
@@ -52,6 +83,7 @@ def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[st
 
 def sigmoid_routing(config: Config) -> dict[str, Any]:
     """DeepSeek-V3's routing in Megatron's words: sigmoid scores, corrected by a bias, limited to groups."""
+    check_sigmoid_routing(config)
     groups = config.get("n_group") or 1
     return {
         "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
@@ -69,7 +101,7 @@ def routing_config(args: Config) -> dict[str, Any]:
         "topk_group": args.get("moe_router_group_topk") or 1,
         "routed_scaling_factor": 1.0 if scale is None else scale,
         "num_experts_per_tok": args.get("moe_router_topk"),
-        "norm_topk_prob": True,
+        "norm_topk_prob": args.get("moe_router_topk") != 1,
     }
 
 
@@ -145,7 +177,28 @@ def derived(args: Config, architecture: str, **more: Any) -> tuple[dict[str, Any
     missing = [name for name, value in config.items() if value is None]
     if args.get("rotary_scaling_factor") not in (None, 1.0) or args.get("use_rope_scaling"):
         missing.append("rope_scaling")
-    return config, missing
+    if args.get("window_size") is not None and "sliding_window" not in config:
+        missing.append("sliding_window")
+    return config, missing + [f"{name}={args[name]!r:.40}" for name in _SPECIAL if args.get(name)]
+
+
+_SPECIAL = (
+    "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm", "qk_l2_norm",
+    "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "no_rope_freq",
+    "moe_latent_size", "moe_apply_probs_on_input",
+)  # fmt: skip
+"""What no config.json of these families can say, where args hold it."""
+
+_CENTRED = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+
+
+def plain_layers(args: Config) -> bool:
+    """Whether norms are stored whole, and neither softmax, attention nor gate has anything added."""
+    return (
+        not any(args.get(name) for name in (*_CENTRED, "attention_output_gate", "glu_linear_offset"))
+        and args.get("softmax_type") in (None, "vanilla")
+        and args.get("activation_func_clamp_value") is None
+    )
 
 
 def plain_gpt(args: Config) -> bool:
@@ -153,6 +206,9 @@ def plain_gpt(args: Config) -> bool:
     experts = arg(args, "num_experts")
     return (
         gated_rotary(args)
+        and args.get("moe_router_score_function") in (None, "softmax")
+        and not args.get("moe_router_num_groups")
+        and args.get("moe_router_topk_scaling_factor") in (None, 1, 1.0)
         and args.get("rotary_percent") in (None, 1, 1.0)
         and not args.get("mtp_num_layers")
         and not args.get("moe_shared_expert_intermediate_size")
@@ -170,6 +226,7 @@ def gated_rotary(args: Config) -> bool:
             or args.get("multi_latent_attention")
             or args.get("experimental_attention_variant")
         )
+        and plain_layers(args)
         and bool(args.get("swiglu") or args.get("gated_linear_unit"))
         and args.get("normalization") == "RMSNorm"
         and args.get("position_embedding_type") == "rope"

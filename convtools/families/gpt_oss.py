@@ -45,7 +45,7 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 """What transformers takes where the config is silent."""
-_THETA, _SLIDING_WINDOW, _SWIGLU_LIMIT, _SWIGLU_ALPHA, _TOPK = 150_000.0, 128, 7.0, 1.702, 4
+_SLIDING_WINDOW, _SWIGLU_LIMIT, _SWIGLU_ALPHA, _TOPK = 128, 7.0, 1.702, 4
 _FROM_YARN = (
     ("factor", "yarn_rotary_scaling_factor"),
     ("original_max_position_embeddings", "yarn_original_max_position_embeddings"),
@@ -129,7 +129,7 @@ def megatron_args(config: Config, spec: Spec, spelling: Spelling) -> dict[str, A
         "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
         "activation_func_clamp_value": config.get("swiglu_limit", _SWIGLU_LIMIT),
         "add_bias_linear": True, "add_qkv_bias": False, "softmax_type": "learnable",
-        "rotary_base": rope_theta(config) or _THETA,
+        "rotary_base": rope_theta(config),
         "position_embedding_type": "yarn" if yarn else "rope",
         "moe_router_topk": config.get("num_experts_per_tok", config.get("experts_per_token", _TOPK)),
         "moe_router_pre_softmax": False, "moe_router_load_balancing_type": "none",

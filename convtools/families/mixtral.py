@@ -52,7 +52,13 @@ def parse(config: Config) -> Spec:
 def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, Any], list[str]]:
     """(config.json derived from Megatron's args, what could not be derived)."""
     experts = arg(args, "num_experts")
-    if not plain_gpt(args) or not experts or args.get("qk_layernorm") or args.get("add_qkv_bias"):
+    if (
+        not plain_gpt(args)
+        or not experts
+        or args.get("qk_layernorm")
+        or args.get("add_qkv_bias")
+        or args.get("moe_router_pre_softmax")
+    ):
         return {}, ["another architecture, by its args"]
     config, missing = derived(
         args, "MixtralForCausalLM", num_local_experts=experts, num_experts_per_tok=args.get("moe_router_topk")

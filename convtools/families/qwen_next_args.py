@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from convtools.families.computed import check_activation, epsilon, rope_args
 from convtools.families.config import Config
 from convtools.families.gpt_args import arg, derived, rope_theta
 
@@ -26,6 +27,7 @@ def _rotary_percent(config: Config) -> Any:
 
 def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[str, Any]:
     """The part of Megatron's `args` that config.json, and whether there is an MTP layer, decide."""
+    check_activation(config)
     args: dict[str, Any] = {
         "num_layers": spec.num_layers, "hidden_size": spec.hidden,
         "ffn_hidden_size": spec.ffn or spec.expert_ffn,
@@ -33,7 +35,7 @@ def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[st
         "group_query_attention": spec.groups != spec.heads, "vocab_size": spec.vocab,
         "max_position_embeddings": config.get("max_position_embeddings"),
         "seq_length": config.get("max_position_embeddings"),
-        "norm_epsilon": config.get("rms_norm_eps"), "layernorm_epsilon": config.get("rms_norm_eps"),
+        "norm_epsilon": epsilon(config), "layernorm_epsilon": epsilon(config),
         "normalization": "RMSNorm", "apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True,
         "swiglu": True, "squared_relu": False, "qk_layernorm": True, "attention_output_gate": True,
         "experimental_attention_variant": _GDN, "linear_attention_freq": [int(x) for x in spec.linear],
@@ -41,7 +43,7 @@ def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[st
         "linear_value_head_dim": spec.value_dim, "linear_num_key_heads": spec.key_heads,
         "linear_num_value_heads": spec.value_heads,
         "add_bias_linear": False, "add_qkv_bias": False,
-        "position_embedding_type": "rope", "use_rotary_position_embeddings": True,
+        **rope_args(config), "use_rotary_position_embeddings": True,
         "add_position_embedding": True, "rotary_base": rope_theta(config),
         "rotary_percent": _rotary_percent(config),
         "untie_embeddings_and_output_weights": not spec.tied, "is_hybrid_model": False,

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 from convtools.errors import ConfigError, tick
+from convtools.families.computed import checked
 from convtools.families.config import Config
 from convtools.families.table import Copy, Row, Table
 from convtools.families.wrapping import Wrapping, find_section, own_config
@@ -102,6 +103,10 @@ class Model:
         """Every parameter and tensor, with the vocabulary padded to so many rows on the Megatron side."""
         rows = self.family.rows(self.spec, self.spelling, padded_vocab)
         return Table.of(map(self._wrapped, rows) if self.wrapping.prefix else rows)
+
+    def megatron_args(self) -> dict[str, Any]:
+        """What Megatron's `args` say of the model. Raises ConfigError for what Megatron cannot compute."""
+        return checked(self.family.megatron_args(self.config, self.spec, self.spelling))
 
     def _wrapped(self, row: Row) -> Row:
         return Row(row.param, tuple((a, b.renamed(self.wrapping.outer(b.name))) for a, b in row.equal))

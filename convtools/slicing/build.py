@@ -32,10 +32,8 @@ from convtools.stores.hf import is_hf
 Bar = Callable[[int], AbstractContextManager[Progress]]
 
 
-def slice_checkpoint(
-    src: str, dst: str | Path, options: SliceOptions, bar: Bar | None = None
-) -> SliceReport:
-    """Cut some layers out of checkpoint `src` into a new HF checkpoint `dst`, which appears whole or not at all.
+def slice_checkpoint(src: str, dst: str | Path, options: SliceOptions, bar: Bar | None = None) -> SliceReport:
+    """Cut some layers out of checkpoint `src` into a new HF checkpoint `dst`: whole, or not there.
 
     `src` is a folder (Hugging Face or Megatron) or `org/name[@revision]` on the Hub. Every error is a
     ConvtoolsError; whatever happens `src` is left as it is.

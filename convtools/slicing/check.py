@@ -16,13 +16,14 @@ def check_model(plan: SlicePlan, origin: Origin) -> str:
     """
     config = plan.config
     shapes = {name: tuple(shape) for name, shape in plan.target.shapes(origin).items()}
-    find_layers(shapes, text_part(config))
+    find_layers(shapes, text_part(config), plan.layers.prefix)
     said = layer_count(text_part(config))
     if said is not None and said != len(plan.keep):
         raise ConfigError(f"the slice's config says {said} layers", expected=len(plan.keep))
     files = tuple(file.path for file in origin.side_files)
     if encodings := find_encodings(config, origin.tensors, files):
-        return f"layers counted; the tensors are encoded ({encodings[0].kind}), and were not held against a family"
+        kind = encodings[0].kind
+        return f"layers counted; the tensors are encoded ({kind}), and were not held against a family"
     try:
         model_of(origin.config, origin.hf)
     except (ConfigError, UnsupportedEncoding) as error:

@@ -59,12 +59,16 @@ def _others(how: str, kinds: Sequence[Kind], nbytes: Sequence[int]) -> list[tupl
         out |= {(i,): ADDED for i in more if i not in held}
         return tuple(Chosen(run, why) for run, why in sorted(out.items()))
 
-    start = ((0,) * len(names), ())
+    start: tuple[tuple[int, ...], tuple[int, ...]] = ((0,) * len(names), ())
     heap: list[tuple[int, tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]] = [(0, (), start)]
     seen = {start}
-    while heap and len(found) < _MOST_TRIED:
+    for _ in range(_MOST_TRIED):
+        if not heap:
+            break
         _, _, (picks, more) = heapq.heappop(heap)
-        found.append(made(picks, more))
+        some = made(picks, more)
+        if sum(len(run.layers) for run in some) < len(kinds):  # all of it is no slice
+            found.append(some)
         steps = [((*picks[:k], picks[k] + 1, *picks[k + 1 :]), more)
                  for k in range(len(picks)) if picks[k] + 1 < len(options[k])]  # fmt: skip
         if len(more) < 3:

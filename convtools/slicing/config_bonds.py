@@ -10,7 +10,7 @@ _WHOLE = {
     "num_hidden_groups": "the layers of this model share their weights",
     "use_cla": "layers of this model use the keys and values of the layer before",
     "kv_source_layers": "layers of this model use the keys and values of others",
-    "hidden_size_per_layer_input": "one tensor of this model holds an embedding for every layer, side by side",
+    "hidden_size_per_layer_input": "a tensor of this model holds an embedding for every layer, side by side",
 }
 """Fields of models that no choice of layers is cut from; where they are set."""
 _AT_RUN_TIME = {
@@ -28,7 +28,9 @@ def check_whole(text: dict[str, Any], keep: Sequence[int], count: int) -> None:
     for key, why in _WHOLE.items():
         if text.get(key) and text.get(key) != list(range(count)):
             raise ConfigError(
-                f"layers cannot be cut out of this model: {why}", where=f"config.json, `{key}`", found=text[key]
+                f"layers cannot be cut out of this model: {why}",
+                where=f"config.json, `{key}`",
+                found=text[key],
             )
 
 
@@ -83,6 +85,6 @@ def _last_is_full(text: dict[str, Any], keep: Sequence[int]) -> None:
         raise ConfigError(
             f"layer {keep[-1]} would be the last, and is `{types[keep[-1]]}`",
             where="config.json, `layer_types`",
-            expected="`full_attention`: the code of this model makes that of the last layer, whatever is said",
+            expected="`full_attention`: this model's code makes that of its last layer",
             fix="keep a layer of full attention as the last",
         )

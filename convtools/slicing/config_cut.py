@@ -17,7 +17,15 @@ from convtools.slicing.config_fields import (
     speaks_of_layers,
 )
 from convtools.slicing.config_rules import RULES, known_keys, with_defaults
-from convtools.slicing.layers import COUNTS, MTP_COUNTS, PATTERNS, Layers, mtp_depth, pattern_letters, text_part
+from convtools.slicing.layers import (
+    COUNTS,
+    MTP_COUNTS,
+    PATTERNS,
+    Layers,
+    mtp_depth,
+    pattern_letters,
+    text_part,
+)
 from convtools.slicing.module_names import renumber_modules
 from convtools.slicing.rule import restated
 
@@ -93,13 +101,24 @@ def cut_config(
         for key in MTP_COUNTS:
             if type(source.get(key)) is int:
                 changes.set(text, key, 0)
+    if text is not out:
+        _mirror(out, source, text, changes)
     for holder in (out, text) if text is not out else (out,):
         if isinstance(holder.get("quantization_config"), dict):
-            changed = renumber_modules(holder["quantization_config"], layers, keep, modules, drop_mtp=drop_mtp)
+            changed = renumber_modules(
+                holder["quantization_config"], layers, keep, modules, drop_mtp=drop_mtp
+            )
             changes.set(holder, "quantization_config", changed)
     changes.notes += remarks(source)
     _unknown(source, changes)
     return out, changes
+
+
+def _mirror(out: dict[str, Any], source: dict[str, Any], text: dict[str, Any], changes: Changes) -> None:
+    """Some multimodal configs repeat fields of their text part: what was the same there stays the same."""
+    for key, value in source.items():
+        if key in out and out[key] == value and text[key] != value and key != "quantization_config":
+            changes.set(out, key, text[key])
 
 
 def check_expressible(text: dict[str, Any], count: int, keep: Sequence[int]) -> None:
@@ -126,7 +145,9 @@ def _rules(text: dict[str, Any], source: dict[str, Any], cut: Cut, changes: Chan
         for key, value in (found or {}).items():
             changes.set(text, key, value)
         if found:
-            gone = {rule.meaning(said, i) for i in range(cut.count)} - {rule.meaning(said, i) for i in cut.keep}
+            gone = {rule.meaning(said, i) for i in range(cut.count)} - {
+                rule.meaning(said, i) for i in cut.keep
+            }
             if gone := {word for word in gone if word}:
                 changes.notes.append(f"no layer of the slice is any more: {capped(sorted(gone))}")
 
@@ -138,9 +159,7 @@ def _pattern(pattern: str, keep: Sequence[int], drop_mtp: bool) -> str:
     return "".join(letters[i] for i in keep) + ("" if drop_mtp else slash + mtp)
 
 
-def _lists(
-    text: dict[str, Any], source: dict[str, Any], where: str, cut: Cut, changes: Changes
-) -> None:
+def _lists(text: dict[str, Any], source: dict[str, Any], where: str, cut: Cut, changes: Changes) -> None:
     """Cut every list with one entry a layer, and renumber every list of layers."""
     for key, value in source.items():
         if key == "quantization_config" or any(word in key for word in _ASIDE) or text.get(key) != value:
@@ -158,9 +177,7 @@ def _lists(
             _list(text, key, value, where, cut, changes)
 
 
-def _list(
-    text: dict[str, Any], key: str, value: list[Any], where: str, cut: Cut, changes: Changes
-) -> None:
+def _list(text: dict[str, Any], key: str, value: list[Any], where: str, cut: Cut, changes: Changes) -> None:
     layers, behind = value[: cut.count], value[cut.count :]
     if len(layers) == cut.count and len(behind) in (0, cut.mtp):
         extra = [] if cut.drop_mtp else behind
@@ -177,7 +194,8 @@ def _list(
         raise ConfigError(
             f"`{where}{key}` has {len(value)} entries",
             where="config.json",
-            expected=f"{cut.count}, one a layer" + (f", or {cut.count + cut.mtp} with MTP" if cut.mtp else ""),
+            expected=f"{cut.count}, one a layer"
+            + (f", or {cut.count + cut.mtp} with MTP" if cut.mtp else ""),
             fix="correct the config: nobody can tell which layer an entry belongs to",
         )
 

@@ -21,19 +21,22 @@ PER_LAYER_WORDS = {
     "attention_layers": MIXER, "hybrid_layer_pattern": MIXER, "indexer_types": MIXER,
 }  # fmt: skip
 """Fields with one entry a layer for what it is."""
-PER_LAYER_VALUES = frozenset(
-    "block_configs activation_sparsity_pattern intermediate_size num_attention_heads num_key_value_heads moe_topk "
-    "num_shared_expert moe_intermediate_size swiglu_limits partial_rotary_factors rope_theta num_experts "
-    "ffn_multipliers num_query_heads num_kv_heads compress_ratios attn_window_size".split()
-)
+PER_LAYER_VALUES = frozenset((
+    "block_configs", "activation_sparsity_pattern", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "moe_topk", "num_shared_expert", "moe_intermediate_size",
+    "swiglu_limits", "partial_rotary_factors", "rope_theta", "num_experts", "ffn_multipliers",
+    "num_query_heads", "num_kv_heads", "compress_ratios", "attn_window_size",
+))  # fmt: skip
 """Fields that may have one entry a layer, for a size or a setting of it."""
 
-NOT_PER_LAYER = frozenset(
-    "architectures eos_token_id bos_token_id pad_token_id suppress_tokens begin_suppress_tokens short_factor "
-    "long_factor mrope_section keys_to_ignore_at_inference mtp_layers_block_type mtp_layer_types "
-    "mtp_mlp_layer_types time_step_limit eos_token_ids num_nextn_layer_types attention_types "
-    "im_start_token_id mup_multipliers ssm_multipliers mlp_multipliers block_types stop_token_ids".split()
-)
+NOT_PER_LAYER = frozenset((
+    "architectures", "eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens",
+    "begin_suppress_tokens", "short_factor", "long_factor", "mrope_section",
+    "keys_to_ignore_at_inference", "mtp_layers_block_type", "mtp_layer_types",
+    "mtp_mlp_layer_types", "time_step_limit", "eos_token_ids", "num_nextn_layer_types",
+    "attention_types", "im_start_token_id", "mup_multipliers", "ssm_multipliers", "mlp_multipliers",
+    "block_types", "stop_token_ids",
+))  # fmt: skip
 """Lists that are never one entry a layer, whatever their length."""
 _WORDS = ("layer", "layers", "interval", "period", "every", "freq", "depth", "skipped")
 

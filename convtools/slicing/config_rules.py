@@ -158,7 +158,8 @@ RULES: tuple[Rule, ...] = (
     ),
     periodic("attn_layer_period", "attn_layer_offset", "attention", "mamba", half=MIXER),
     attention(
-        "max_window_layers", lambda t, i: "full attention" if i < t["max_window_layers"] else "sliding attention",
+        "max_window_layers",
+        lambda t, i: "full attention" if i < t["max_window_layers"] else "sliding attention",
         when=lambda t: bool(t.get("use_sliding_window")) and number(t, "max_window_layers"),
     ),
     _every("sliding_window_pattern"),

@@ -10,7 +10,8 @@ from convtools.slicing.kinds import EXPERT
 
 COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 """Config fields that say how many routed experts a layer has."""
-TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_top_k", "experts_per_token",
+TOPK = ("num_experts_per_tok", "num_experts_per_token",
+        "moe_topk", "top_k_experts", "moe_top_k", "experts_per_token",
         "moe_k", "num_selected_experts")  # fmt: skip
 """Config fields that say how many experts a token goes to."""
 GROUPS, GROUP_TOPK = ("n_group", "moe_router_num_groups"), ("topk_group", "moe_router_group_topk")
@@ -42,10 +43,11 @@ def experts_kept(shapes: Mapping[str, tuple[int, ...]], count: int, keep: int) -
     module that is as long as there are experts and is not known, for an MoE module without a router, and
     where there are no experts.
     """
-    homes = {home for name in shapes if (home := _home(name))}
+    homes = {_home(name) for name in shapes} - {""}
     out: dict[str, Part] = {}
     strange: list[str] = []
-    routers, filled = set(), set()
+    routers: set[str] = set()
+    filled: set[str] = set()
     for name, shape in shapes.items():
         home = next((h for h in _above(name) if h in homes), None)
         inside = name[len(home) :] if home is not None else ""
@@ -114,7 +116,7 @@ def expert_count(text: Mapping[str, Any]) -> int:
             "the config contradicts itself about its number of experts",
             found=", ".join(f"{k}: {v}" for k, v in said.items()),
         )
-    return next(iter(said.values()))
+    return int(next(iter(said.values())))
 
 
 def cut_expert_counts(text: dict[str, Any], keep: int, changes: Changes) -> None:
@@ -125,7 +127,9 @@ def cut_expert_counts(text: dict[str, Any], keep: int, changes: Changes) -> None
     _clip(text, keep, f"a token goes to all {keep} experts", changes)
     group = next((key for key in GROUPS if type(text.get(key)) is int), None)
     if group and text[group] > 1:
-        n = next(g for g in range(min(text[group], keep), 0, -1) if keep % g == 0 and (g == 1 or keep // g > 1))
+        n = next(
+            g for g in range(min(text[group], keep), 0, -1) if keep % g == 0 and (g == 1 or keep // g > 1)
+        )
         if n != text[group]:
             changes.notes.append(f"`{group}` is clipped: {keep} experts make {n} groups of at least two")
         changes.set(text, group, n)
@@ -142,8 +146,10 @@ def _clip(text: dict[str, Any], most: int, why: str, changes: Changes) -> None:
     """A token goes to at most `most` experts, in every layer."""
     for key in TOPK:
         said = text.get(key)
-        clipped = [min(n, most) for n in said] if isinstance(said, list) and all(type(n) is int for n in said) else (
-            min(said, most) if type(said) is int else said)  # fmt: skip
+        if isinstance(said, list) and all(type(n) is int for n in said):
+            clipped: Any = [min(n, most) for n in said]
+        else:
+            clipped = min(said, most) if type(said) is int else said
         if clipped != said:
             changes.set(text, key, clipped)
             changes.notes.append(f"`{key}` is clipped: {why}")
@@ -153,4 +159,3 @@ def check_experts(keep: int, count: int) -> None:
     """Raise UsageError unless `keep` is a number of experts that the model has."""
     if not 1 <= keep <= count:
         raise UsageError(f"--experts {keep}", expected=f"1 to {count}: the model has {count}")
-

@@ -61,16 +61,15 @@ def kinds(layers: Layers, text: dict[str, Any]) -> tuple[Kind, ...]:
     for i, names in enumerate(layers.decoder):
         inside = [EXPERT.sub(r"\1experts.#.", layers.within(name)) for name in names]
         halves = _split(inside)
-        words = {
-            half: said[i].get(half) or _by_names(half, halves[half]) for half in halves if halves[half]
-        }
+        words = {half: said[i].get(half) or _by_names(half, halves[half]) for half in halves if halves[half]}
         missing = [half for half in said[i] if not halves.get(half) and _must(said[i][half])]
         experts = said[i].get(FEED_FORWARD, "")
         if not missing and halves[FEED_FORWARD] and experts in ("MoE", "dense"):
             missing = [FEED_FORWARD] if _by_names(FEED_FORWARD, halves[FEED_FORWARD]) != experts else []
         if missing:
             raise ConfigError(
-                f"the config calls layer {i} `{said[i][missing[0]]}`, but its tensors are not of that {missing[0]}",
+                f"the config calls layer {i} `{said[i][missing[0]]}`, but its tensors are not "
+                f"of that {missing[0]}",
                 where="config.json",
                 found=capped(f"`{name}`" for name in names),
                 fix="the config and the weights belong to different models: fetch both again",

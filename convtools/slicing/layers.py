@@ -29,6 +29,10 @@ _ASIDE = re.compile(r"(vision|visual|image|audio|speech|encoder|tower|projector|
 _MTP = re.compile(r"(?:^|\.)(?:mtp|mtp_layers|nextn)\.")
 
 
+class Unclear(AccountingError):
+    """More than one stack of tensors could be the decoder's layers, or none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layers:
     """The tensors of a model by layer."""
@@ -106,7 +110,9 @@ def layer_count(text: dict[str, Any]) -> int | None:
     Raises ConfigError where its fields contradict each other (B60).
     """
     if text.get("is_encoder_decoder"):
-        raise ConfigError("an encoder-decoder model has two stacks of layers: not sliced", where="config.json")
+        raise ConfigError(
+            "an encoder-decoder model has two stacks of layers: not sliced", where="config.json"
+        )
     said: dict[str, int] = {}
     for key in COUNTS:
         if type(text.get(key)) is int:
@@ -161,20 +167,21 @@ def _choose(stacks: dict[str, dict[int, list[str]]], count: int | None, prefix: 
     if prefix is not None:
         prefix = prefix.rstrip(".") + "."
         if prefix not in stacks:
-            raise UsageError(f"no tensor's name begins with `{prefix}<number>.`", found=capped(sorted(stacks)))
+            raise UsageError(
+                f"no tensor's name begins with `{prefix}<number>.`", found=capped(sorted(stacks))
+            )
         return prefix
-    fitting = [
+    named = [
         stem
-        for stem, held in stacks.items()
-        if stem.rstrip(".").rpartition(".")[2] in _STACK_WORDS
-        and not other_stack(stem)
-        and (count is None or max(held) + 1 >= count)
+        for stem in stacks
+        if stem.rstrip(".").rpartition(".")[2] in _STACK_WORDS and not other_stack(stem)
     ]
-    if len(fitting) == 1:
-        return fitting[0]
+    fitting = [stem for stem in named if count is None or max(stacks[stem]) + 1 >= count]
+    if len(fitting) == 1 or (len(named) == 1 and not fitting):  # too short: it will be said which are missing
+        return (fitting or named)[0]
     said = "a stack of layers" if count is None else f"one stack of {count} layers, as the config says"
     sizes = [f"`{stem}` with {max(held) + 1}" for stem, held in sorted(stacks.items())]
-    raise AccountingError(
+    raise Unclear(
         "it is unclear which tensors are the decoder's layers",
         expected=said,
         found=capped([f"`{s}`" for s in fitting] if fitting else sizes) or "no name with a number",

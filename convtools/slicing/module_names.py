@@ -12,7 +12,7 @@ from typing import Any
 from convtools.errors import ConfigError
 from convtools.slicing.layers import Layers, other_stack
 
-_MAX_PATTERN = 4096
+_MAX_PATTERN = 1 << 16
 _COSTLY = re.compile(r"\)[*+{]|(?:[*+}].*){5}")
 """What can take for ever to match: a repeated group, or many open ends. The pattern comes from a file."""
 
@@ -41,9 +41,9 @@ def renumber_modules(
 
 
 def _compiled(entry: str) -> re.Pattern[str]:
-    """The regular expression of a `re:` entry. Raises ConfigError where it is damaged, or too costly to try."""
+    """The regular expression of a `re:` entry. Raises ConfigError where it is damaged or too costly."""
     try:
-        if _COSTLY.search(entry):
+        if len(entry) > _MAX_PATTERN or _COSTLY.search(entry):
             raise re.error("it may take for ever to match")
         return re.compile(entry[3:])
     except re.error as error:
@@ -66,8 +66,10 @@ class _Rewriter:
         for i in range(len(layers.tail)):
             self._new[layers.count + i] = [] if drop_mtp else [len(keep) + i]
         word = layers.prefix.rstrip(".").rpartition(".")[2]
-        # plain, escaped as in a regular expression, at the start of the entry or behind a dot or a star
-        self._number = re.compile(rf"((?:^|(?<=[.*:^])){re.escape(word)}\\?\.)(\d{{1,6}})(?=\\?[.$]|$)")
+        # at the start of the entry, or behind a dot or a star; in a pattern only what ends there for certain
+        start = rf"((?:^|(?<=[.*:^])){re.escape(word)}\\?\.)(\d{{1,6}})"
+        self._plain = re.compile(start + r"(?=\.|$)")
+        self._pattern = re.compile(start + r"(?=\\\.|\$|\.(?![*+?{]))")
         self._layered = re.compile(rf"(?:^|[.*:^]){re.escape(word)}\\?\.")
         self._modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
         inside = re.compile(re.escape(layers.prefix) + r"\d+\.")
@@ -76,7 +78,11 @@ class _Rewriter:
     def __call__(self, entry: str) -> list[str]:
         if self._drop_mtp and re.match(r"(?:re:\^?)?mtp(\\?\.|\*|$)", entry):
             return []
-        found = self._number.search(entry)
+        found = None
+        if not entry.startswith("re:"):
+            found = self._plain.search(entry)
+        elif not re.search(r"[|(\[]", entry):
+            found = self._pattern.search(entry)
         if found and other_stack(re.sub(r"^re:\^?", "", entry[: found.start(2)]).replace("\\", "")):
             return [entry]
         if found:
@@ -88,11 +94,14 @@ class _Rewriter:
         return self._resolved(entry, matches)
 
     def _matcher(self, entry: str) -> Callable[[str], bool] | None:
-        """How a pattern that may single out layers matches a module; None where it is no such pattern."""
-        if not self._layered.search(entry) or len(entry) > _MAX_PATTERN:
-            return None
+        """How a pattern matches a module; None where it is no pattern, or not understood but of no layer."""
         if entry.startswith("re:"):
-            pattern = _compiled(entry)
+            try:
+                pattern = _compiled(entry)
+            except ConfigError:
+                if self._layered.search(entry) or re.search(r"\d", entry):
+                    raise
+                return None
             return lambda name: pattern.match(name) is not None
         if any(c in entry for c in "*?["):
             return lambda name: fnmatch.fnmatchcase(name, entry)

@@ -64,9 +64,7 @@ class Origin:
         return self.conversion.table
 
 
-def open_origin(
-    src: str, *, iteration: int | str | None = None, hf_config: Path | None = None
-) -> Origin:
+def open_origin(src: str, *, iteration: int | str | None = None, hf_config: Path | None = None) -> Origin:
     """Open a folder, or `org/name[@revision]` on the Hub; reads metadata only.
 
     Raises CheckpointError, ConfigError, AccountingError, UsageError.
@@ -75,7 +73,9 @@ def open_origin(
     if root.is_dir():
         if is_hf(root) or not is_megatron(root):
             if iteration is not None or hf_config is not None:
-                raise UsageError("--iteration and --hf-config are for a Megatron source", fix="leave them out")
+                raise UsageError(
+                    "--iteration and --hf-config are for a Megatron source", fix="leave them out"
+                )
             return _folder(src, root)
         return _megatron(src, root, iteration, hf_config)
     from convtools.stores.hub import parse_repo
@@ -116,7 +116,9 @@ def _megatron(src: str, root: Path, iteration: int | str | None, hf_config: Path
 
     source = open_source(root, iteration=iteration, hf_config=hf_config)
     if not source.config_bytes:
-        raise ConfigError("no config.json belongs to this checkpoint", where=root, fix="give --hf-config FOLDER")
+        raise ConfigError(
+            "no config.json belongs to this checkpoint", where=root, fix="give --hf-config FOLDER"
+        )
     config = strict_json(source.config_bytes.decode(), Path("config.json"), constants=True)
     assert isinstance(config, dict), "open_source has parsed it"
     copies = {copy.name: copy.of for copy in source.model.copies()}

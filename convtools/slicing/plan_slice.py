@@ -169,7 +169,9 @@ def _target(
         if file.path == _QUANT_FILE and not isinstance(file.content, bytes):
             raw, found = read_json(file.content, 50_000_000, constants=True)
             changed = renumber_modules(found, layers, keep, tuple(origin.hf), drop_mtp=options.mtp == "drop")
-            side.append(SideFile(file.path, raw if changed == found else json.dumps(changed, indent=2).encode()))
+            side.append(
+                SideFile(file.path, raw if changed == found else json.dumps(changed, indent=2).encode())
+            )
         else:
             side.append(file)
     index = (SideFile(INDEX_NAME, plan.index),) if plan.index else ()

@@ -68,7 +68,9 @@ def slice_report(
     why = {layer: run.why for run in plan.chosen for layer in run.layers}
     count = Counter(map(str, plan.kinds))
     lines = tuple(
-        LayerLine(new, old, str(plan.kinds[old]), why[old], count[str(plan.kinds[old])] - 1, plan.layer_nbytes[old])
+        LayerLine(
+            new, old, str(plan.kinds[old]), why[old], count[str(plan.kinds[old])] - 1, plan.layer_nbytes[old]
+        )
         for new, old in enumerate(plan.keep)
     )
     payload = sum(part.nbytes for f in plan.target.files for part in f.parts if not isinstance(part, bytes))

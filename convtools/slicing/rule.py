@@ -13,10 +13,11 @@ Text = dict[str, Any]
 
 MIXER, FEED_FORWARD = "mixer", "feed-forward"
 
-_TAKES_LAYER_TYPES = frozenset(
-    "afmoe bailing_hybrid cohere2 exaone4 gemma2 gemma3 gemma3_text gemma3n_text gpt_oss modernbert modernbert-decoder "
-    "olmo3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text smollm3".split()
-)
+_TAKES_LAYER_TYPES = frozenset((
+    "afmoe", "bailing_hybrid", "cohere2", "exaone4", "gemma2", "gemma3", "gemma3_text",
+    "gemma3n_text", "gpt_oss", "modernbert", "modernbert-decoder", "olmo3", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "smollm3",
+))  # fmt: skip
 """`model_type`s whose config takes an explicit `layer_types` in place of a rule."""
 
 
@@ -75,7 +76,13 @@ def threshold(key: str, before: str, after: str, *, half: str, when: Callable[[T
 
 
 def periodic(
-    period: str, offset: str, at: str, between: str, *, half: str, when: Callable[[Text], bool] = lambda t: True
+    period: str,
+    offset: str,
+    at: str,
+    between: str,
+    *,
+    half: str,
+    when: Callable[[Text], bool] = lambda t: True,
 ) -> Rule:
     """Every so many layers one is different: where `i % period == offset`."""
 
@@ -99,13 +106,15 @@ _ATTENTION = {"full attention": "full_attention", "sliding attention": "sliding_
 
 
 def attention(key: str, meaning: Callable[[Text, int], str], *, when: Callable[[Text], bool]) -> Rule:
-    """Which attention a layer has, where no `layer_types` says it: these are written where the model takes them.
+    """Which attention a layer has, where no `layer_types` says it: written out for a model that takes them.
 
-    A number that is a period is tried anew for a model that does not.
+    For one that does not, another period is tried.
     """
 
     def by_types(text: Text, i: int) -> str:
-        return str(text["layer_types"][i]).replace("_", " ") if listed(text, "layer_types") else meaning(text, i)
+        return (
+            str(text["layer_types"][i]).replace("_", " ") if listed(text, "layer_types") else meaning(text, i)
+        )
 
     def express(text: Text, wanted: Sequence[str]) -> Text | None:
         if text.get("model_type") in _TAKES_LAYER_TYPES:

@@ -6,6 +6,7 @@ All of it is arithmetic on kinds and bytes: no files, no config.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from convtools.errors import UsageError, capped
@@ -132,7 +133,7 @@ def _cover_pairs(kinds: Sequence[Kind], nbytes: Sequence[int]) -> tuple[Chosen, 
 
     Layer by layer, the cheapest way to each (pairs covered so far, was the last layer kept).
     """
-    wanted = sorted({(str(a), str(b)) for a, b in zip(kinds, kinds[1:], strict=False)})
+    wanted = sorted({(str(a), str(b)) for a, b in pairwise(kinds)})
     if not wanted:
         return _cheapest(candidates("types", kinds), nbytes)
     if len(wanted) > _MOST_PAIRS:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from convtools.codecs.cast import cast
 from convtools.conversion.plan import Resolver, Target
-from convtools.errors import CheckpointError, UsageError
+from convtools.errors import CheckpointError, ConfigError, UsageError
 from convtools.layout.mapping import Mapping
 from convtools.layout.piece import block
 from convtools.layout.plan import slabs
 from convtools.layout.region import Region
 from convtools.manifest import MANIFEST_NAME, XXH3, Manifest, ManifestTensor, hash_tensor, read_manifest
-from convtools.slicing.layers import find_layers, text_part
+from convtools.slicing.layers import Unclear, find_layers, layer_count, text_part
 from convtools.slicing.origin import Origin, open_origin
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
 from convtools.stores.hf import open_hf
@@ -67,7 +67,7 @@ def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 
         )
     manifest = read_manifest(root / MANIFEST_NAME)
     store = open_hf(root)
-    find_layers(store.tensors, text_part(store.config))
+    _check_layers(store.config, store.tensors, manifest)
     faults = list(_listed(manifest, store.tensors))
     bad = {fault.tensor for fault in faults}
     good = {n: t for n, t in store.tensors.items() if n not in bad}
@@ -76,6 +76,21 @@ def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 
         faults += _against(open_origin(source), manifest, good, workers)
     nbytes = sum(t.nbytes for t in good.values())
     return Verification(str(root), source, len(good), nbytes, tuple(sorted(faults)))
+
+
+def _check_layers(config: dict[str, Any], found: dict[str, StoredTensor], manifest: Manifest) -> None:
+    """Raise AccountingError, ConfigError where the config has not the layers that lie there (B68)."""
+    text = text_part(config)
+    try:
+        find_layers(found, text)
+    except Unclear:  # which stack was cut the user had to say: what is left is to count
+        if manifest.layers is None:
+            raise
+        said = layer_count(text)
+        if said is not None and said != len(manifest.layers):
+            raise ConfigError(
+                f"the config says {said} layers", where="config.json", expected=len(manifest.layers)
+            ) from None
 
 
 def _listed(manifest: Manifest, found: dict[str, StoredTensor]) -> Iterator[Fault]:

@@ -11,7 +11,7 @@ from tests.tensors import differences, read_hf, read_rank
 
 BASE: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 10, "vocab_size": 23, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 14, "max_position_embeddings": 64,
+    "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 14, "max_position_embeddings": 64, "rope_theta": 1e4,
     "rms_norm_eps": 1e-6, "rope_theta": 5e5,
 }  # fmt: skip
 

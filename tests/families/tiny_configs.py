@@ -76,7 +76,7 @@ class Tiny:
 
 GPT: Config = {
     "num_hidden_layers": 4, "hidden_size": 22, "vocab_size": 37, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26, "max_position_embeddings": 64,
+    "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26, "max_position_embeddings": 64, "rope_theta": 1e4,
     "tie_word_embeddings": False,
 }  # fmt: skip
 TIED: Config = {"tie_word_embeddings": True}
@@ -212,7 +212,7 @@ def qwen_next_moe(s: Sizes) -> Config:
 
 QWEN_NEXT: Config = {
     "num_hidden_layers": 4, "hidden_size": 22, "vocab_size": 37, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26, "max_position_embeddings": 64,
+    "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26, "max_position_embeddings": 64, "rope_theta": 1e4,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
     "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "tie_word_embeddings": False,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -229,7 +229,7 @@ TINY: dict[str, Tiny] = {
         {
             "model_type": "deepseek_v2", "num_hidden_layers": 4, "hidden_size": 24, "vocab_size": 37,
             "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 26,
-            "max_position_embeddings": 64, "first_k_dense_replace": 1, "q_lora_rank": 9, "kv_lora_rank": 12,
+            "max_position_embeddings": 64, "rope_theta": 1e4, "first_k_dense_replace": 1, "q_lora_rank": 9, "kv_lora_rank": 12,
             "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 6,
             "moe_intermediate_size": 14, "n_shared_experts": 3, "n_group": 2, "topk_group": 1,
             "num_experts_per_tok": 2, "tie_word_embeddings": False,
@@ -243,7 +243,7 @@ TINY: dict[str, Tiny] = {
         {
             "model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 22, "vocab_size": 37,
             "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 26,
-            "max_position_embeddings": 64, "first_k_dense_replace": 1, "q_lora_rank": 9, "kv_lora_rank": 13,
+            "max_position_embeddings": 64, "rope_theta": 1e4, "first_k_dense_replace": 1, "q_lora_rank": 9, "kv_lora_rank": 13,
             "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 6,
             "moe_intermediate_size": 14, "n_shared_experts": 3, "n_group": 2, "topk_group": 1,
             "num_experts_per_tok": 2, "num_nextn_predict_layers": 0,
@@ -300,7 +300,7 @@ TINY: dict[str, Tiny] = {
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26,
             "mamba_num_heads": 4, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 7, "conv_kernel": 3,
             "n_routed_experts": 6, "moe_intermediate_size": 14, "moe_shared_expert_intermediate_size": 18,
-            "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "max_position_embeddings": 64,
+            "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "max_position_embeddings": 64, "rope_theta": 1e4,
             "tie_word_embeddings": False,
         },
         nemotron,

@@ -19,7 +19,9 @@ from tests.slicing.cutting import cut
 Config = dict[str, Any]
 
 
-def sliced(config: Config, keep: list[int], n: int = 0, tail: int = 0, **options: Any) -> tuple[Config, Changes]:
+def sliced(
+    config: Config, keep: list[int], n: int = 0, tail: int = 0, **options: Any
+) -> tuple[Config, Changes]:
     text = text_part(config)
     n = n or text["num_hidden_layers"]
     names = [f"model.layers.{i}.norm.weight" for i in range(n + tail)]
@@ -61,7 +63,8 @@ RULED: list[tuple[Config, list[int], Config | None]] = [
     ({"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [3, 5]}, [1, 5, 3, 2],
      {"mlp_only_layers": [1, 2]}),
     ({"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": []}, [0, 1, 4, 5], {}),
-    ({"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 3, 2, 1], {"mlp_only_layers": [0, 2, 3]}),
+    ({"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 3, 2, 1],
+     {"mlp_only_layers": [0, 2, 3]}),
     ({"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": []}, [1, 2, 3],
      {"decoder_sparse_step": 1, "mlp_only_layers": [1]}),
     ({"num_experts": 0, "decoder_sparse_step": 2, "mlp_only_layers": []}, [1, 2], {}),
@@ -95,35 +98,44 @@ RULED: list[tuple[Config, list[int], Config | None]] = [
     ({"attn_layer_period": 8, "attn_layer_offset": 4}, [4, 11, 4, 4], None),
     ({"num_experts": 1, "expert_layer_period": 2, "expert_layer_offset": 1}, [0, 1, 3], {}),
     # windows
-    ({"use_sliding_window": True, "max_window_layers": 6, "model_type": "qwen2"}, [5, 6], {"layer_types": [FULL, SLIDING]}),
-    ({"use_sliding_window": True, "max_window_layers": 2, "model_type": "else"}, [1, 6], {"max_window_layers": 1}),
+    ({"use_sliding_window": True, "max_window_layers": 6, "model_type": "qwen2"}, [5, 6],
+     {"layer_types": [FULL, SLIDING]}),
+    ({"use_sliding_window": True, "max_window_layers": 2, "model_type": "else"}, [1, 6],
+     {"max_window_layers": 1}),
     ({"use_sliding_window": True, "max_window_layers": 6, "model_type": "else"}, [6, 5], None),
     ({"use_sliding_window": False, "max_window_layers": 6}, [5, 6], {}),
-    (WINDOW | {"sliding_window_pattern": 6, "model_type": "gemma3_text"}, [5, 6, 11], {"layer_types": [FULL, SLIDING, FULL]}),
+    (WINDOW | {"sliding_window_pattern": 6, "model_type": "gemma3_text"}, [5, 6, 11], {"layer_types": [FULL,
+     SLIDING, FULL]}),
     (WINDOW | {"sliding_window_pattern": 6, "model_type": "else"}, [5, 6, 11], None),
     (WINDOW | {"sliding_window_pattern": 6, "model_type": "else"}, [4, 5], {"sliding_window_pattern": 2}),
     (WINDOW | {"sliding_window_pattern": 6, "model_type": "else"}, [0, 1, 2, 3, 4, 5], {}),
-    (WINDOW | {"sliding_window_pattern": "LLLG", "model_type": "exaone4"}, [3, 4], {"layer_types": [FULL, SLIDING]}),
+    (WINDOW | {"sliding_window_pattern": "LLLG", "model_type": "exaone4"}, [3, 4], {"layer_types": [FULL,
+     SLIDING]}),
     (WINDOW | {"sliding_window_pattern": "LLLG", "model_type": "else"}, [3, 4], None),
     ({"sliding_window": None, "sliding_window_pattern": 6}, [5, 6, 11], {}),
-    (WINDOW | {"_sliding_window_pattern": 6, "model_type": "gemma3_text", "layer_types": ([SLIDING] * 5 + [FULL]) * 2},
+    (WINDOW | {"_sliding_window_pattern": 6, "model_type": "gemma3_text",
+     "layer_types": ([SLIDING] * 5 + [FULL]) * 2},
      [5, 6], {"layer_types": [FULL, SLIDING]}),
     (WINDOW | {"_sliding_window_pattern": 6, "model_type": "gemma3_text", "layer_types": None}, [5, 6],
      {"layer_types": [FULL, SLIDING]}),
     ({"full_attention_interval": 4, "model_type": "qwen3_next"}, [3, 4], {"layer_types": [FULL, LINEAR]}),
     ({"full_attention_interval": 4, "model_type": "qwen3_next"}, [0, 1, 2, 3], {}),
-    ({"global_attn_every_n_layers": 3, "model_type": "modernbert-decoder"}, [0, 3], {"layer_types": [FULL, FULL]}),
+    ({"global_attn_every_n_layers": 3, "model_type": "modernbert-decoder"}, [0, 3], {"layer_types": [FULL,
+     FULL]}),
     ({"global_attn_every_n_layers": 3, "model_type": "afmoe"}, [0, 3], {}),
     ({"layer_group_size": 4, "model_type": "bailing_moe_linear"}, [0, 3], {"layer_group_size": 2}),
     ({"layer_group_size": 4, "model_type": "bailing_moe_linear"}, [0, 1], None),
     ({"layer_group_size": 4, "model_type": "bailing_hybrid"}, [3, 1], {"layer_types": [FULL, LINEAR]}),
-    ({"block_types": ["recurrent", "recurrent", "attention"]}, [2, 3], {"block_types": ["attention", "recurrent"]}),
+    ({"block_types": ["recurrent", "recurrent", "attention"]}, [2, 3], {"block_types": ["attention",
+     "recurrent"]}),
     ({"block_types": ["recurrent", "recurrent", "attention"]}, [0, 1, 5], {}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "keep", "changed"), RULED, ids=lambda x: json.dumps(x)[:60])
-def test_every_rule_is_kept_restated_or_refused(config: Config, keep: list[int], changed: Config | None) -> None:
+def test_every_rule_is_kept_restated_or_refused(
+    config: Config, keep: list[int], changed: Config | None
+) -> None:
     config = N12 | config
     if changed is None:
         with pytest.raises(ConfigError, match="the config cannot say"):
@@ -146,7 +158,9 @@ def test_what_is_restated_says_what_the_layers_were(config: Config, keep: list[i
     for rule in RULES:
         if rule.applies(config) and (found := restated(rule, config, keep)) is not None:
             after = config | {"num_hidden_layers": len(keep)} | found
-            assert [rule.meaning(after, i) for i in range(len(keep))] == [rule.meaning(config, i) for i in keep]
+            assert [rule.meaning(after, i) for i in range(len(keep))] == [
+                rule.meaning(config, i) for i in keep
+            ]
     everything = list(range(12))
     for rule in RULES:
         assert not rule.applies(config) or restated(rule, config, everything) == {}
@@ -156,7 +170,10 @@ def test_the_defaults_of_a_models_code_count_b70() -> None:
     """Gemma 3's published config has no pattern: its code takes 6 for granted."""
     config = N12 | WINDOW | {"model_type": "gemma3_text"}
     assert new(config, [4, 5]) == {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
-    assert new(N12 | {"model_type": "gemma2"}, [1, 2]) == {"num_hidden_layers": 2, "layer_types": [FULL, SLIDING]}
+    assert new(N12 | {"model_type": "gemma2"}, [1, 2]) == {
+        "num_hidden_layers": 2,
+        "layer_types": [FULL, SLIDING],
+    }
     assert new(N12 | {"model_type": "gemma2"}, [2, 5]) == {"num_hidden_layers": 2}
     assert new(N12 | {"model_type": "gpt_oss"}, [1]) == {"num_hidden_layers": 1, "layer_types": [FULL]}
 
@@ -191,6 +208,18 @@ def test_lists_are_cut_and_renumbered(config: Config, keep: list[int], changed: 
     assert after == nested | {"text_config": N12 | config | changed | {"num_hidden_layers": len(keep)}}
 
 
+def test_fields_that_stand_in_both_parts_of_a_config() -> None:
+    inner = N12 | {"layer_types": list("abcdefghijkl"), "first_k_dense_replace": 1}
+    config = inner | {
+        "text_config": inner,
+        "first_k_dense_replace": 3,
+        "vision_config": {"num_hidden_layers": 12},
+    }
+    cut = {"num_hidden_layers": 2, "layer_types": ["b", "d"]}
+    after, _ = sliced(config, [1, 3])
+    assert after == config | cut | {"text_config": inner | cut | {"first_k_dense_replace": 0}}
+
+
 def test_an_unknown_list_of_that_length_is_cut_and_said_so() -> None:
     config = N12 | {"strange": list("abcdefghijkl"), "short": list("ab"), "eos_token_id": list(range(12))}
     after, changes = sliced(config, [11, 0])
@@ -206,7 +235,12 @@ TYPES = [FULL, SLIDING, SLIDING]
 
 
 def test_lists_may_go_on_for_mtp_b58() -> None:
-    config = {"num_hidden_layers": 3, "num_nextn_predict_layers": 2, "layer_types": [*TYPES, "x", "y"], "swiglu": [1, 2, 3, 4, 5]}
+    config = {
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 2,
+        "layer_types": [*TYPES, "x", "y"],
+        "swiglu": [1, 2, 3, 4, 5],
+    }
     after, changes = sliced(config, [2, 0], 3, 2)
     assert after["layer_types"] == [SLIDING, FULL, "x", "y"] and after["swiglu"] == [3, 1, 4, 5]
     assert [n for n in changes.notes if "`layer_types` goes on behind the last layer, for MTP: kept so" in n]
@@ -227,10 +261,13 @@ def test_both_spellings_of_a_pattern_b59() -> None:
     words = ["mamba", "moe", "attention", "mlp"]
     config = {"hybrid_override_pattern": "ME|*-/*E", "layers_block_type": words, "num_hidden_layers": 4}
     assert new(config, [2, 0]) == {
-        "hybrid_override_pattern": "*M/*E", "layers_block_type": ["attention", "mamba"], "num_hidden_layers": 2,
+        "hybrid_override_pattern": "*M/*E", "layers_block_type": ["attention", "mamba"],
+         "num_hidden_layers": 2,
     }  # fmt: skip
     assert new(config, [2, 0], drop_mtp=True)["hybrid_override_pattern"] == "*M"
-    assert new({"hybrid_override_pattern": "MEM*EMEMEM*-"}, [10, 2, 3], 12) == {"hybrid_override_pattern": "*M*"}
+    assert new({"hybrid_override_pattern": "MEM*EMEMEM*-"}, [10, 2, 3], 12) == {
+        "hybrid_override_pattern": "*M*"
+    }
 
 
 def test_no_count_is_added_b60() -> None:
@@ -252,7 +289,8 @@ def test_contradictions_are_refused_b60(config: Config) -> None:
 
 
 GEMMA_3N: Config = {
-    "num_hidden_layers": 8, "num_kv_shared_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL] + [SLIDING, FULL],
+    "num_hidden_layers": 8, "num_kv_shared_layers": 4, "layer_types": [SLIDING, SLIDING, FULL, SLIDING,
+     SLIDING, FULL, SLIDING, FULL],
 }  # fmt: skip
 
 
@@ -311,12 +349,16 @@ JSON = st.recursive(
     max_leaves=6,
 )
 KEYS = sorted({key for rule in RULES for key in rule.keys} | {
-    "layer_types", "layers_block_type", "num_nextn_predict_layers", "num_kv_shared_layers", "quantization_config",
+    "layer_types", "layers_block_type", "num_nextn_predict_layers", "num_kv_shared_layers",
+     "quantization_config",
     "kda_layers", "moe_layers_enum", "per_layer_config", "text_config", "hybrid_override_pattern",
 })  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4), st.lists(st.integers(0, 3), min_size=1, max_size=4))
+@given(
+    st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4),
+    st.lists(st.integers(0, 3), min_size=1, max_size=4),
+)
 def test_hostile_configs_are_cut_or_refused(config: Config, keep: list[int]) -> None:
     try:
         after, _ = sliced({"num_hidden_layers": 4} | config, keep, 4)

@@ -15,7 +15,11 @@ from tests.oracle_cases import Layout, layouts
 from tests.slicing.cutting import by_hand, cut
 from tests.tensors import Content, differences, read_hf
 
-CASES = {x.case: x for x in layouts("nemotron_mtp", "qwen3_moe", "qwen3_next", "gpt_oss", "llama", "deepseek") if x.hf}
+CASES = {
+    x.case: x
+    for x in layouts("nemotron_mtp", "qwen3_moe", "qwen3_next", "gpt_oss", "llama", "deepseek")
+    if x.hf
+}
 
 
 def dist(layout: Layout) -> Path:
@@ -23,7 +27,7 @@ def dist(layout: Layout) -> Path:
 
 
 def held(root: Path) -> Content:
-    """What a slice holds, without a tied head's copy, and norms that Megatron-Bridge rounded when it made the twin."""
+    """What a slice holds, without a tied head's copy, and norms that Megatron-Bridge rounded."""
     tied = json.loads((root / "config.json").read_text()).get("tie_word_embeddings")
     gone = ("linear_attn.norm.weight", *(["lm_head.weight"] if tied else []))
     return {name: value for name, value in read_hf(root).items() if not name.endswith(gone)}
@@ -38,13 +42,19 @@ LISTS = {
 @pytest.mark.parametrize("layout", CASES.values(), ids=str)
 def test_a_slice_of_torch_dist_is_that_of_its_hf_twin(layout: Layout, tmp_path: Path) -> None:
     assert layout.hf
-    for name, options in {"cover": {}, "list": {"layers": LISTS[layout.case]}}.items():
+    ways: dict[str, dict[str, Any]] = {"cover": {}, "list": {"layers": LISTS[layout.case]}}
+    ways["no mtp"] = {"mtp": "drop"}
+    if "expert" in (layout.hf / "config.json").read_text():
+        ways["experts"] = {"experts": 2, "layers": LISTS[layout.case]}
+    for name, options in ways.items():
         theirs, ours = tmp_path / f"{name} hf", tmp_path / f"{name} dist"
         want = cut(layout.hf, theirs, **options)
         got = cut(dist(layout), ours, hf_config=layout.hf, allow_inexact=True, **options)
         assert [line[:3] for line in got.layers] == [line[:3] for line in want.layers]
         assert differences(held(theirs), held(ours)) == []
-        assert json.loads((ours / "config.json").read_text()) == json.loads((theirs / "config.json").read_text())
+        assert json.loads((ours / "config.json").read_text()) == json.loads(
+            (theirs / "config.json").read_text()
+        )
         assert want.config_changes == got.config_changes
         other = [fault.tensor for fault in verify_slice(ours, str(layout.hf)).faults]
         assert all(name.endswith("linear_attn.norm.weight") for name in other)
@@ -77,7 +87,8 @@ def test_the_slice_of_nemotron_converts_at_tp2_pp2_ep2(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "layers"),
     [
-        ("DeepseekV3ForCausalLM", {"num_hidden_layers": 7, "first_k_dense_replace": 2, "num_nextn_predict_layers": 1}, "1,3,4,6"),
+        ("DeepseekV3ForCausalLM", {"num_hidden_layers": 7, "first_k_dense_replace": 2,
+         "num_nextn_predict_layers": 1}, "1,3,4,6"),
         ("Qwen3MoeForCausalLM", {"num_hidden_layers": 7, "mlp_only_layers": [0, 4]}, "0,2-4"),
         ("GptOssForCausalLM", {"num_hidden_layers": 12}, "10,3"),
         ("Qwen3NextForCausalLM", {"mlp_only_layers": [1]}, "0-3"),
@@ -115,14 +126,18 @@ def test_a_multimodal_model_keeps_its_tower(prefix: str, tmp_path: Path) -> None
     else:
         content = {n.replace("model.", prefix, 1): v for n, v in content.items()}
     tower = filled({f"model.visual.blocks.{i}.attn.qkv.weight": ("BF16", (18, 6)) for i in range(4)}
-                   | {f"model.vision_tower.encoder.layers.{i}.mlp.fc1.weight": ("BF16", (9, 6)) for i in range(4)}, 5)  # fmt: skip
+                   | {f"model.vision_tower.encoder.layers.{i}.mlp.fc1.weight": ("BF16", (9,
+                    6)) for i in range(4)}, 5)  # fmt: skip
     config = {
         "architectures": ["SomethingForConditionalGeneration"], "model_type": "something",
         "text_config": dict(tiny.config), "vision_config": VISION, "image_token_id": 3,
     }  # fmt: skip
     src = write_small_hf(tmp_path / "src", config, content | tower)
     report = cut(src, tmp_path / "out", layers="3,1")
-    assert differences(by_hand(content, [3, 1], prefix=f"{prefix}layers.") | tower, read_hf(tmp_path / "out")) == []
+    assert (
+        differences(by_hand(content, [3, 1], prefix=f"{prefix}layers.") | tower, read_hf(tmp_path / "out"))
+        == []
+    )
     config["text_config"]["num_hidden_layers"] = 2
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
     assert report.other_nbytes >= sum(len(data) for _, _, data in tower.values())

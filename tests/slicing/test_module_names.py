@@ -16,11 +16,19 @@ from convtools.slicing.module_names import renumber_modules
 from tests.convert.small import filled, write_small_hf
 from tests.slicing.cutting import cut
 
-PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.experts.0.up_proj", "mlp.experts.10.up_proj")
+PARTS = (
+    "self_attn.q_proj",
+    "self_attn.o_proj",
+    "mlp.down_proj",
+    "mlp.experts.0.up_proj",
+    "mlp.experts.10.up_proj",
+)
 PREFIXES = ("model.layers.", "backbone.layers.", "model.language_model.layers.", "transformer.h.")
 
 
-def model(count: int, prefix: str = "model.layers.", tail: int = 0, mtp: bool = False) -> tuple[Layers, tuple[str, ...]]:
+def model(
+    count: int, prefix: str = "model.layers.", tail: int = 0, mtp: bool = False
+) -> tuple[Layers, tuple[str, ...]]:
     names = [f"{prefix}{i}.{part}.weight" for i in range(count + tail) for part in PARTS]
     names += ["lm_head.weight", "model.embed_tokens.weight"]
     names += [f"mtp.layers.{i}.{part}.weight" for i in range(2) for part in PARTS] if mtp else []
@@ -29,7 +37,9 @@ def model(count: int, prefix: str = "model.layers.", tail: int = 0, mtp: bool = 
 
 
 def renumbered(entries: Any, keep: list[int], count: int = 12, **options: Any) -> Any:
-    prefix, tail, mtp = (options.pop(k, d) for k, d in (("prefix", "model.layers."), ("tail", 0), ("mtp", False)))
+    prefix, tail, mtp = (
+        options.pop(k, d) for k, d in (("prefix", "model.layers."), ("tail", 0), ("mtp", False))
+    )
     layers, names = model(count, prefix, tail, mtp)
     return renumber_modules(entries, layers, keep, names, **options)
 
@@ -38,7 +48,8 @@ def renumbered(entries: Any, keep: list[int], count: int = 12, **options: Any) -
     ("entries", "keep", "want"),
     [
         # exact names; layer 1 is no prefix of 10
-        (["model.layers.1.mlp", "model.layers.10.mlp", "lm_head"], [10, 3], ["model.layers.0.mlp", "lm_head"]),
+        (["model.layers.1.mlp", "model.layers.10.mlp", "lm_head"], [10, 3], ["model.layers.0.mlp",
+         "lm_head"]),
         (["model.layers.1"], [0, 10, 11], []),
         (["model.layers.1"], [0, 1, 11], ["model.layers.1"]),
         (["layers.1.mlp", "layers.11.mlp"], [11], ["layers.0.mlp"]),
@@ -83,10 +94,24 @@ def test_keys_are_renumbered_too() -> None:
 
 
 def test_mtp_entries_go_with_the_head() -> None:
-    entries = ["mtp.layers.0.self_attn.q_proj", "re:^mtp\\..*", "mtp*", "mtp", "model.layers.12.mlp.down_proj", "lm_head"]
-    assert renumbered(entries, [5], tail=1, mtp=True) == [*entries[:4], "model.layers.1.mlp.down_proj", "lm_head"]
+    entries = [
+        "mtp.layers.0.self_attn.q_proj",
+        "re:^mtp\\..*",
+        "mtp*",
+        "mtp",
+        "model.layers.12.mlp.down_proj",
+        "lm_head",
+    ]
+    assert renumbered(entries, [5], tail=1, mtp=True) == [
+        *entries[:4],
+        "model.layers.1.mlp.down_proj",
+        "lm_head",
+    ]
     assert renumbered(entries, [5], tail=1, mtp=True, drop_mtp=True) == ["lm_head"]
-    assert renumbered(["model.layers.5.mlp", "mtp.layers.5.mlp"], [5], mtp=True) == ["model.layers.0.mlp", "mtp.layers.5.mlp"]
+    assert renumbered(["model.layers.5.mlp", "mtp.layers.5.mlp"], [5], mtp=True) == [
+        "model.layers.0.mlp",
+        "mtp.layers.5.mlp",
+    ]
 
 
 def test_a_glob_without_a_dot_means_more_layers_than_it_seems() -> None:
@@ -100,15 +125,19 @@ TOWER = tuple(f"vision_tower.encoder.layers.{i}.fc1.weight" for i in range(12))
 
 
 @pytest.mark.parametrize(
-    "entry", ["vision_tower.encoder.layers.9.fc1", r"re:vision_tower\.encoder\.layers\.9\..*", "mtp.layers.9.fc1",
-              r"re:.*vision.*layers\.[0-9]\..*", "vision_tower.encoder.layers.*", "model.visual.blocks.3.fc1"],
+    "entry", ["vision_tower.encoder.layers.9.fc1", r"re:vision_tower\.encoder\.layers\.9\..*",
+     "mtp.layers.9.fc1",
+              r"re:.*vision.*layers\.[0-9]\..*", "vision_tower.encoder.layers.*",
+               "model.visual.blocks.3.fc1"],
 )  # fmt: skip
 def test_other_stacks_have_numbers_of_their_own(entry: str) -> None:
     layers, names = model(12)
     assert renumber_modules([entry], layers, [3], names + TOWER) == [entry]
 
 
-@pytest.mark.parametrize("entry", [r"re:model.layers.(a+)+$", r"re:.*.*.*.*.*layers\.[", "re:(", r"re:layers\.(.*)*x"])
+@pytest.mark.parametrize(
+    "entry", [r"re:model.layers.(a+)+$", r"re:.*.*.*.*.*layers\.[", "re:(", r"re:layers\.(.*)*x"]
+)
 def test_costly_and_damaged_patterns_are_refused_at_once(entry: str) -> None:
     began = time.monotonic()
     if entry == "re:(":
@@ -120,7 +149,7 @@ def test_costly_and_damaged_patterns_are_refused_at_once(entry: str) -> None:
 
 
 def ignored(entries: list[str], module: str) -> bool:
-    """As engines read such a list: a name, the beginning of one up to a dot, a glob or a regular expression."""
+    """As engines read such a list: names, beginnings of names, globs and regular expressions."""
     for entry in entries:
         if entry.startswith("re:"):
             if re.match(entry[3:], module):
@@ -154,7 +183,14 @@ def cases(draw: st.DrawFn) -> tuple[str, int, list[int], list[str]]:
         st.builds(lambda a, b, p: rf"re:{escaped}({a}|{b})\.{p}.*", layer, layer, part),
         st.builds(lambda a, b: rf"re:{escaped}[{min(a, b, 9)}-9]\.mlp.*", layer, layer),
         st.builds(lambda p: rf"re:.*\.{p}$", part),
-        st.sampled_from([r"re:.*experts.*", "lm_head", "*lm_head", r"re:.*lm_head", "*", "re:.*", "*.experts.1*"]),
+        st.builds(lambda i: rf"re:{escaped}{i}", layer),
+        st.builds(lambda i: rf"re:{escaped}{i}.*", layer),
+        st.builds(lambda i, p: f"re:{prefix}{i}.{p}", layer, part),
+        st.builds(lambda a, b, p: rf"re:{escaped}{a}\.{p}|{escaped}{b}\.{p}", layer, layer, part),
+        st.builds(lambda i: rf"re:.*\.{i}\.mlp.*", layer),
+        st.sampled_from(
+            [r"re:.*experts.*", "lm_head", "*lm_head", r"re:.*lm_head", "*", "re:.*", "*.experts.1*"]
+        ),
     )
     return prefix, count, keep, draw(st.lists(entry, max_size=5))
 
@@ -166,7 +202,11 @@ def test_a_kept_module_is_treated_as_in_the_source_b55(case: tuple[str, int, lis
     after = renumber_modules(entries, layers, keep, names)
     for new, old in enumerate(keep):
         for part in PARTS:
-            assert ignored(after, f"{prefix}{new}.{part}") == ignored(entries, f"{prefix}{old}.{part}"), (part, new, after)
+            assert ignored(after, f"{prefix}{new}.{part}") == ignored(entries, f"{prefix}{old}.{part}"), (
+                part,
+                new,
+                after,
+            )
     for module in ("lm_head", "model.embed_tokens"):
         assert ignored(after, module) == ignored(entries, module)
 
@@ -174,11 +214,16 @@ def test_a_kept_module_is_treated_as_in_the_source_b55(case: tuple[str, int, lis
 def test_the_file_beside_the_config_b55(tmp_path: Path) -> None:
     """ModelOpt's own file, and the config: both are cut."""
     content = filled({f"model.layers.{i}.mlp.up_proj.weight": ("BF16", (3, 5)) for i in range(12)})
-    config = {"num_hidden_layers": 12, "quantization_config": {"ignore": ["model.layers.1.mlp*", "model.layers.11.mlp*"]}}
+    config = {
+        "num_hidden_layers": 12,
+        "quantization_config": {"ignore": ["model.layers.1.mlp*", "model.layers.11.mlp*"]},
+    }
     src = write_small_hf(tmp_path / "src", config, content)
     theirs = {"quantization": {"quant_algo": None, "exclude_modules": ["model.layers.11.*", "lm_head"]}}
     (src / "hf_quant_config.json").write_text(json.dumps(theirs))
     cut(src, tmp_path / "out", layers="10,11")
-    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"] == {"ignore": ["model.layers.1.mlp*"]}
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"] == {
+        "ignore": ["model.layers.1.mlp*"]
+    }
     made = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
     assert made["quantization"]["exclude_modules"] == ["model.layers.1.*", "lm_head"]

@@ -9,7 +9,8 @@ from convtools.errors import UsageError
 from convtools.slicing.selection import Kind, blocks, cover, parse_layers
 
 ULTRA = (
-    "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*"
+    "EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 )
 SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 NANO_4B = "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-"
@@ -71,7 +72,8 @@ def test_every_cover_is_a_cover_and_none_is_cheaper(pattern: str, data: st.DataO
     whole = [kind for _, kind in blocks(kinds) if kind.mixer and kind.feed_forward]
     needed = {
         str(k) for _, k in blocks(kinds)
-        if k in whole or not ({k.mixer} & {w.mixer for w in whole} or {k.feed_forward} & {w.feed_forward for w in whole})
+        if k in whole
+        or not ({k.mixer} & {w.mixer for w in whole} or {k.feed_forward} & {w.feed_forward for w in whole})
         or (k.mixer and k.mixer not in {w.mixer for w in whole})
         or (k.feed_forward and k.feed_forward not in {w.feed_forward for w in whole})
     }  # fmt: skip

@@ -194,7 +194,9 @@ def states(model: Any, **more: Any) -> list[Any]:
     owner, attribute = stack(model)
     out: list[Any] = []
     hooks = [
-        layer.register_forward_hook(lambda _, __, made: out.append(made[0] if isinstance(made, tuple) else made))
+        layer.register_forward_hook(
+            lambda _, __, made: out.append(made[0] if isinstance(made, tuple) else made)
+        )
         for layer in getattr(owner, attribute)
     ]
     with torch.no_grad():
@@ -211,7 +213,9 @@ def sliced(src: Path, dst: Path, **options: Any) -> tuple[SliceReport, list[int]
 
 def loaded(hf: ModuleType, root: Path) -> Any:
     """The slice in transformers, which had nothing to remark."""
-    model, info = hf.AutoModelForCausalLM.from_pretrained(root, dtype="auto", output_loading_info=True, **EAGER)
+    model, info = hf.AutoModelForCausalLM.from_pretrained(
+        root, dtype="auto", output_loading_info=True, **EAGER
+    )
     assert {key: list(found) for key, found in info.items() if found} == {}
     return model.eval()
 
@@ -259,8 +263,6 @@ def test_families_that_convtools_does_not_know(hf: ModuleType, name: str, tmp_pa
     assert all("layers counted" in report.checked for report in reports)
 
 
-
-
 @pytest.mark.parametrize(
     "name",
     [n for n in NATIVE if any("expert" in key for key in TINY[n].config)]
@@ -270,15 +272,15 @@ def test_with_fewer_experts(hf: ModuleType, name: str, tmp_path: Path) -> None:
     """Experts are cut with the router: it loads, and runs to finite numbers."""
     import torch
 
-    fields = TINY[name].config | OURS.get(name, {}) if name in TINY else {"model_type": name} | STRANGERS[name]
+    fields = (
+        TINY[name].config | OURS.get(name, {}) if name in TINY else {"model_type": name} | STRANGERS[name]
+    )
     model, src = made(hf, fields), tmp_path / "src"
     model.save_pretrained(src)
     report, keep = sliced(src, tmp_path / "out", layers=LAYERS.get(name, ("0,3,4",))[0], experts=2)
     assert report.nbytes > 0
     small = loaded(hf, tmp_path / "out")
-    for before, after in zip(
-        (getattr(*stack(model))[i] for i in keep), getattr(*stack(small)), strict=True
-    ):
+    for before, after in zip((getattr(*stack(model))[i] for i in keep), getattr(*stack(small)), strict=True):
         theirs = dict(after.named_parameters()) | dict(after.named_buffers())
         for inner, tensor in (dict(before.named_parameters()) | dict(before.named_buffers())).items():
             kept = theirs[inner]

@@ -1,0 +1,124 @@
+"""`convtools compare`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from convtools.equality.verdict import Comparison
+
+
+def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int | str | None:
+    return int(value) if value and value.isdecimal() and len(value) < 20 else value
+
+
+@click.command()
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option("--ulp", type=int, metavar="N", help="Floats at most N steps apart are equal.")
+@click.option("--atol", type=float, help="|a - b| <= atol + rtol * |b| is equal.")
+@click.option("--rtol", type=float, help="See --atol.")
+@click.option(
+    "--ignore-dtype", is_flag=True, help="Compare tensors of two dtypes as values of the wider one."
+)
+@click.option(
+    "--only", multiple=True, metavar="PATTERN", help="Compare only these tensors (a glob; repeatable)."
+)
+@click.option(
+    "--skip", multiple=True, metavar="PATTERN", help="Leave these tensors out (a glob; repeatable)."
+)
+@click.option(
+    "--iteration-a", metavar="N|release", callback=_iteration, help="Which iteration of a Megatron A."
+)
+@click.option(
+    "--iteration-b", metavar="N|release", callback=_iteration, help="Which iteration of a Megatron B."
+)
+@click.option("--hf-config", type=click.Path(path_type=Path), help="Folder with the model's config.json.")
+@click.option(
+    "--workers", type=int, default=min(4, os.cpu_count() or 1), show_default=True, help="Threads that read."
+)
+@click.option("--no-causes", is_flag=True, help="Only measure differences; do not look for their cause.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report as one page."
+)
+@click.option("--overwrite", is_flag=True, help="Let --html replace a file.")
+def command(
+    a: str,
+    b: str,
+    ulp: int | None,
+    atol: float | None,
+    rtol: float | None,
+    ignore_dtype: bool,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    iteration_a: int | str | None,
+    iteration_b: int | str | None,
+    hf_config: Path | None,
+    workers: int,
+    no_causes: bool,
+    as_json: bool,
+    html: Path | None,
+    overwrite: bool,
+) -> None:
+    """Say whether A and B hold the same weights, or where they do not.
+
+    A and B: a Hugging Face folder, org/name[@revision] on the Hub, a Megatron checkpoint, or a manifest
+    (.json). Every byte of every tensor, unless a tolerance is given.
+
+    Exits with 0 where they are equal, 1 where they are not, 2 where it could not be told.
+    """
+    from convtools.equality.compare import compare
+    from convtools.equality.options import CompareOptions
+    from convtools.errors import ConvtoolsError, StorageError, UsageError
+
+    try:
+        if html is not None:
+            _check_page(html, overwrite)
+        options = CompareOptions(
+            ulp=ulp, atol=atol, rtol=rtol, ignore_dtype=ignore_dtype, only=only, skip=skip,
+            iteration_a=iteration_a, iteration_b=iteration_b, hf_config=hf_config, workers=workers,
+            causes=not no_causes,
+        )  # fmt: skip
+        found = compare(a, b, options)
+        if html is not None:
+            _write_page(html, found)
+    except (UsageError, StorageError) as error:
+        _fail(str(error), as_json)
+    except (ConvtoolsError, OSError) as error:
+        _fail(f"could not tell: {error}", as_json)
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        from convtools.cli.compare_table import print_comparison
+
+        print_comparison(found)
+    sys.exit(found.exit_code)
+
+
+def _fail(message: str, as_json: bool) -> None:
+    from convtools.errors import printable
+
+    if as_json:
+        click.echo(json.dumps({"equal": None, "verdict": message}, indent=2))
+    click.echo(f"error: {printable(message)}", err=True)
+    sys.exit(2)
+
+
+def _check_page(path: Path, overwrite: bool) -> None:
+    from convtools.errors import StorageError
+
+    if os.path.lexists(path) and not overwrite:
+        raise StorageError(f"`{path}` exists", fix="choose another name, or pass --overwrite")
+    if path.is_dir():
+        raise StorageError(f"`{path}` is a folder", expected="the name of a file")
+
+
+def _write_page(path: Path, found: "Comparison") -> None:
+    from convtools.equality.report_html import write_report
+
+    write_report(path, found)

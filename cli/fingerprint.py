@@ -1,0 +1,73 @@
+"""`convtools fingerprint`."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import click
+
+from convtools.cli.progress import progress_bar
+from convtools.cli.render import human
+
+
+@click.command()
+@click.argument("path")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
+    help="The manifest to write; an existing one is replaced.",
+)  # fmt: skip
+@click.option("--xxh3", is_flag=True, help="Also hash every tensor's bytes in order, with XXH3-128.")
+@click.option("--iteration", metavar="N|release", help="Which saved iteration of a Megatron checkpoint.")
+@click.option(
+    "--hf-config", type=click.Path(exists=True, path_type=Path), help="Folder with the model's config.json."
+)
+@click.option(
+    "--workers", type=int, default=min(4, os.cpu_count() or 1), show_default=True, help="Threads that read."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    path: str, output: Path, xxh3: bool, iteration: str | None, hf_config: Path | None, workers: int, as_json: bool
+) -> None:
+    """Write one hash for every tensor of checkpoint PATH, whatever format it is in, as a manifest.
+
+    Two checkpoints of the same weights have the same hashes, in any format and at any parallel layout.
+    """
+    from convtools.disk import writing
+    from convtools.equality.fingerprint import ALGORITHM, path_used
+    from convtools.equality.fingerprint_store import fingerprint
+    from convtools.errors import UsageError, printable
+    from convtools.layout.region import Region
+    from convtools.manifest import encode
+    from convtools.stores.base import DTYPE_NBYTES
+
+    if workers < 1:
+        raise UsageError(f"--workers {workers} is no number of threads", expected="at least 1")
+    chosen = int(iteration) if iteration and iteration.isdecimal() and len(iteration) < 20 else iteration
+    began = time.monotonic()
+    manifest = fingerprint(
+        path, xxh3=xxh3, iteration=chosen, hf_config=hf_config, workers=workers,
+        bar=None if as_json else progress_bar,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    aside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with writing(output.parent):
+            aside.write_bytes(encode(manifest))
+            os.replace(aside, output)
+    finally:
+        aside.unlink(missing_ok=True)
+    assert manifest.source is not None
+    tensors = manifest.tensors.values()
+    nbytes = sum(Region.whole(t.shape).numel * DTYPE_NBYTES.get(t.dtype, 0) for t in tensors)
+    if as_json:
+        facts = {
+            "output": str(output), "format": manifest.source.format, "tensors": len(tensors), "bytes": nbytes,
+            "algorithm": ALGORITHM, "computed_by": path_used(), "seconds": seconds, "notes": manifest.notes,
+        }  # fmt: skip
+        click.echo(json.dumps(facts, indent=2))
+        return
+    click.echo(printable(f"{output}: {len(tensors)} tensors, {human(nbytes)} ({manifest.source.format})"))
+    click.echo(f"{ALGORITHM}, computed by: {path_used()}, {seconds:.1f} s")
+    for note in manifest.notes:
+        click.echo(printable(f"note: {note}"))

@@ -1,0 +1,50 @@
+"""A manifest as one side: its hashes against those of the other side's canonical bytes."""
+
+from typing import Any
+
+from convtools.equality.canonical import Canonical
+from convtools.equality.fingerprint import ALGORITHM, PRIME, fingerprint_bytes, hexdigest
+from convtools.equality.reading import Reader
+from convtools.layout.plan import slabs
+from convtools.layout.region import Region
+from convtools.manifest import XXH3
+from convtools.stores.base import DTYPE_NBYTES
+
+KNOWN = (XXH3, ALGORITHM)
+"""Hashes that are recomputed, the one that is preferred first."""
+_SLAB = 4 << 20
+
+
+def told(side: Canonical, name: str) -> dict[str, str]:
+    """What a manifest says of a tensor; nothing where the side is no manifest."""
+    manifest = side.side.manifest
+    return {} if manifest is None else dict(manifest.tensors[name].hashes)
+
+
+def common(a: Canonical, name_a: str, b: Canonical, name_b: str) -> str | None:
+    """The hash by which both sides can be compared; None where there is none."""
+    said = [told(side, name) if side.side.manifest else None for side, name in ((a, name_a), (b, name_b))]
+    if None not in said:  # two manifests: any hash that both have will do
+        return next(
+            (h for h in (*KNOWN, *(said[0] or {})) if h in (said[0] or {}) and h in (said[1] or {})), None
+        )
+    listed = said[0] if said[0] is not None else said[1]
+    return next((h for h in KNOWN if h in (listed or {})), None)
+
+
+def digest(side: Canonical, name: str, algorithm: str, reader: Reader) -> str:
+    """The hash of a tensor's canonical bytes. Raises CheckpointError where they cannot be read."""
+    if side.side.manifest is not None:
+        return told(side, name)[algorithm]
+    import xxhash
+
+    whole, width, at, total = Region.whole(side.shapes[name]), DTYPE_NBYTES[side.dtypes[name]], 0, 0
+    state: Any = xxhash.xxh3_128()
+    for slab in slabs(whole, _SLAB // width):
+        for part in side.read(name, slab, reader) if slab.numel else ():
+            if algorithm == XXH3:
+                state.update(part)
+            else:
+                total = (total + fingerprint_bytes(part, at)) % PRIME
+            at += len(part)
+    return str(state.hexdigest()) if algorithm == XXH3 else hexdigest(total)

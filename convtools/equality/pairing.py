@@ -1,0 +1,123 @@
+"""Which tensor of A is compared with which of B, and what can be said of each without reading it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from convtools.equality.canonical import Canonical
+from convtools.equality.numbers import wider
+from convtools.equality.options import CompareOptions
+from convtools.equality.verdict import DTYPE, MISSING_A, MISSING_B, SHAPE, SKIPPED, TensorResult
+from convtools.layout.region import Region
+from convtools.slicing.layers import text_part
+
+_LAYER = re.compile(
+    r"(?P<head>(?:[^.\d][^.]*\.)*?)(?:layers|layer|h|blocks|block)\.(?P<n>\d{1,6})\.(?P<rest>.+)", re.ASCII
+)
+_ASIDE = re.compile(r"(vision|visual|image|audio|speech|encoder|tower|projector|vit|mtp|nextn)", re.I)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)", re.ASCII)
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two tensors that must be the same."""
+
+    name: str
+    """Canonical name, as the result says it."""
+    a: str
+    """Its name among A's canonical tensors."""
+    b: str
+    dtype: str
+    """The dtype in which elements are compared."""
+    shape: tuple[int, ...]
+    tied: bool = False
+    """Whether one side repeats another tensor here, which the other side does not store."""
+
+
+def place_of(name: str) -> tuple[int | None, str]:
+    """(decoder layer or None, name within it with numbers of experts as `*`).
+
+    >>> place_of("model.layers.3.mlp.experts.17.up_proj.weight")
+    (3, 'mlp.experts.*.up_proj.weight')
+    """
+    found = _LAYER.match(name)
+    if found is None or _ASIDE.search(found["head"]):
+        return None, _NUMBER.sub("*", name)
+    return int(found["n"]), _NUMBER.sub("*", found["rest"])
+
+
+def result(
+    name: str, verdict: str, a: Canonical, b: Canonical, pair: Pair | None = None, **more: Any
+) -> TensorResult:
+    """A result with what both sides say of the tensor filled in."""
+    of_a, of_b = (pair.a, pair.b) if pair else (name, name)
+    layer, component = place_of(name)
+    return TensorResult(
+        name=name, verdict=verdict,
+        dtype_a=a.dtypes.get(of_a), dtype_b=b.dtypes.get(of_b),
+        shape_a=a.shapes.get(of_a), shape_b=b.shapes.get(of_b),
+        layer=layer, component=component, **more,
+    )  # fmt: skip
+
+
+def pair_up(a: Canonical, b: Canonical, options: CompareOptions) -> Iterator[Pair | TensorResult]:
+    """Every tensor of either side once: a pair to compare, or what is known of it already."""
+    strays = _strays(a), _strays(b)
+    for name in dict.fromkeys((*a.shapes, *b.shapes)):
+        yield _look(name, a, b, options)
+    for name in dict.fromkeys((*strays[0], *strays[1])):
+        if name in strays[0] and name in strays[1]:
+            yield result(
+                name, SKIPPED, a, b, cause="both sides hold it in a file that the index does not assign"
+            )
+            continue
+        why = "lies in a file that the index does not assign it to; some loaders read it all the same"
+        wanted = options.wanted(name.partition(" in ")[0])
+        missing = MISSING_B if name in strays[0] else MISSING_A
+        yield result(name, missing if wanted else SKIPPED, a, b, cause=why)
+
+
+def _strays(side: Canonical) -> list[str]:
+    return [left.name for left in side.side.left_out if left.reason == "the index does not assign it there"]
+
+
+def _look(name: str, a: Canonical, b: Canonical, options: CompareOptions) -> Pair | TensorResult:
+    if not options.wanted(name):
+        return result(name, SKIPPED, a, b)
+    of_a: str | None = name if name in a.shapes else _tied(name, a, b)
+    of_b: str | None = name if name in b.shapes else _tied(name, b, a)
+    if of_a is None or of_b is None:
+        return result(name, MISSING_A if of_a is None else MISSING_B, a, b)
+    dtypes = a.dtypes[of_a], b.dtypes[of_b]
+    shape, other = tuple(a.shapes[of_a]), tuple(b.shapes[of_b])
+    dtype = wider(*dtypes) if options.ignore_dtype or dtypes[0] == dtypes[1] else None
+    pair = Pair(name, of_a, of_b, dtype or dtypes[0], shape, tied=of_a != of_b)
+    if shape != other:
+        return result(name, SHAPE, a, b, pair)
+    return result(name, DTYPE, a, b, pair) if dtype is None else pair
+
+
+def _tied(name: str, lacks: Canonical, has: Canonical) -> str | None:
+    """The tensor that stands for `name` where one side does not store it; None: it is missing."""
+    of = (has.side.copies | lacks.side.copies).get(name)
+    if of is not None:
+        return of if of in lacks.shapes else None
+    says = [_says_tied(side.side.config) for side in (has, lacks)]
+    if not name.endswith(_HEAD) or True not in says or says[0] is False:
+        return None
+    embeddings = [
+        n for n in lacks.shapes if n.endswith(_EMBEDDING) and place_of(n)[0] is None and "mtp" not in n
+    ]
+    return embeddings[0] if len(embeddings) == 1 else None
+
+
+def _says_tied(config: Mapping[str, Any]) -> bool | None:
+    said = (dict(config) | text_part(dict(config))).get("tie_word_embeddings") if config else None
+    return said if isinstance(said, bool) else None
+
+
+def elements(pair: Pair) -> int:
+    """Elements of either tensor."""
+    return Region.whole(pair.shape).numel

@@ -1,0 +1,218 @@
+"""The first pass: which pairs of tensors are the same bytes. As fast as memory, and nothing but bytes.
+
+Files are read with `pread` into buffers that stay in a core's cache, so a file that is cut short while it
+is read is an error and not a signal; `memcmp` runs without the interpreter's lock.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from convtools.equality.canonical import Canonical
+from convtools.equality.numbers import widened
+from convtools.equality.pairing import Pair
+from convtools.equality.reading import Reader
+from convtools.errors import ConvtoolsError
+from convtools.layout.plan import slabs
+from convtools.layout.region import Region
+from convtools.stores.base import DTYPE_NBYTES
+
+STEP = 256 << 10
+"""Bytes that are compared at once where both sides are files as they are."""
+SLAB = 4 << 20
+"""Bytes of either side that are gathered at once."""
+_TASK = 64 << 20
+_TASKS_AT_ONCE, _NBYTES_AT_ONCE = 64, 16 << 20
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcmp.restype = ctypes.c_int
+
+Work = TypeVar("Work")
+Done = TypeVar("Done")
+
+
+def address(view: memoryview | bytearray) -> int:
+    """Where a writable buffer lies."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def same_bytes(a: memoryview, b: memoryview) -> bool:
+    """Whether two writable buffers hold the same bytes."""
+    if len(a) != len(b):
+        return False
+    return not len(a) or _memcmp(address(a), address(b), len(a)) == 0
+
+
+class Task(NamedTuple):
+    """A part of a pair."""
+
+    pair: Pair
+    region: Region
+    run_a: tuple[Path, int] | None
+    """Where both sides are plain runs of files: of which file, from which byte on."""
+    run_b: tuple[Path, int] | None
+    nbytes: int
+
+
+class Lanes:
+    """Threads, each with a reader a side and its own buffers."""
+
+    def __init__(self, a: Canonical, b: Canonical, workers: int) -> None:
+        self.a, self.b, self._workers = a, b, workers
+        self._local = threading.local()
+        self._readers: list[Reader] = []
+        self._lock = threading.Lock()
+        for side in (a, b):
+            if side.side.source is not None:
+                side.prepare()
+
+    def close(self) -> None:
+        """Close every file."""
+        for reader in self._readers:
+            reader.close()
+
+    def readers(self) -> tuple[Reader, Reader]:
+        """This thread's readers of A and B."""
+        if not hasattr(self._local, "readers"):
+            self._local.readers = self.a.side.reader(), self.b.side.reader()
+            with self._lock:
+                self._readers += self._local.readers
+        found: tuple[Reader, Reader] = self._local.readers
+        return found
+
+    def buffers(self) -> tuple[memoryview, memoryview, int, int]:
+        """This thread's two step buffers, and their addresses."""
+        if not hasattr(self._local, "buffers"):
+            two = bytearray(STEP), bytearray(STEP)
+            self._local.buffers = memoryview(two[0]), memoryview(two[1]), address(two[0]), address(two[1])
+        found: tuple[memoryview, memoryview, int, int] = self._local.buffers
+        return found
+
+    def each(self, work: Callable[[Work], Done], items: Iterable[Work]) -> Iterator[Done]:
+        """`work` of every item on the threads; results come as they are done. `work` raises nothing."""
+        stream = iter(items)
+        with ThreadPoolExecutor(self._workers) as pool:
+            pending = {pool.submit(work, item) for item in islice(stream, 2 * self._workers)}
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+                pending |= {pool.submit(work, item) for item in islice(stream, len(done))}
+
+    def slabs(self, pair: Pair, region: Region) -> Iterator[tuple[Region, memoryview, memoryview]]:
+        """(region, A's bytes, B's bytes) of a pair, in order; each valid until the next."""
+        (reader_a, reader_b), a, b = self.readers(), self.a, self.b
+        width = max(DTYPE_NBYTES[a.dtypes[pair.a]], DTYPE_NBYTES[b.dtypes[pair.b]], DTYPE_NBYTES[pair.dtype])
+        for slab in slabs(region, SLAB // width):
+            if slab.numel:
+                left = _one(a.read(pair.a, slab, reader_a))
+                right = _one(b.read(pair.b, slab, reader_b))
+                yield (
+                    slab,
+                    widened(left, a.dtypes[pair.a], pair.dtype),
+                    widened(right, b.dtypes[pair.b], pair.dtype),
+                )
+
+
+def _one(parts: Iterator[memoryview]) -> memoryview:
+    data = next(parts)
+    if next(parts, None) is not None:
+        raise AssertionError("a slab is one unit")
+    return data
+
+
+def tasks(lanes: Lanes, pairs: Iterable[Pair]) -> Iterator[list[Task]]:
+    """The pairs in parts of one size, small ones together."""
+    batch: list[Task] = []
+    nbytes = 0
+    for pair in pairs:
+        for task in _parts(lanes, pair):
+            batch.append(task)
+            nbytes += task.nbytes
+            if nbytes >= _NBYTES_AT_ONCE or len(batch) >= _TASKS_AT_ONCE:
+                yield batch
+                batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _parts(lanes: Lanes, pair: Pair) -> Iterator[Task]:
+    runs = lanes.a.run_of(pair.a), lanes.b.run_of(pair.b)
+    plain = runs[0] is not None and runs[1] is not None
+    width, at = DTYPE_NBYTES[pair.dtype], 0
+    for region in slabs(Region.whole(pair.shape), _TASK // width):
+        n = region.numel * width
+        if runs[0] is not None and runs[1] is not None and plain:
+            yield Task(pair, region, (runs[0][0], runs[0][1] + at), (runs[1][0], runs[1][1] + at), n)
+        else:
+            yield Task(pair, region, None, None, n)
+        at += n
+
+
+class Screened(NamedTuple):
+    """What the first pass says of a task."""
+
+    pair: Pair
+    same: bool
+    fault: str | None
+    """Why it could not be read."""
+
+
+def screen(lanes: Lanes, batch: list[Task]) -> list[Screened]:
+    """Whether each task's bytes are the same on both sides. Raises nothing that reading raises."""
+    out, unequal = [], set()
+    for task in batch:
+        if task.pair.name in unequal:
+            continue
+        fault = None
+        try:
+            same = _plain(lanes, task) if task.run_a else _gathered(lanes, task)
+        except (ConvtoolsError, OSError) as error:
+            same, fault = False, told(error)
+        if not same:
+            unequal.add(task.pair.name)
+        out.append(Screened(task.pair, same, fault))
+    return out
+
+
+def told(error: ConvtoolsError | OSError) -> str:
+    """An error in one line."""
+    if isinstance(error, ConvtoolsError):
+        return error.what + (f" ({error.where})" if error.where is not None else "")
+    return str(error)
+
+
+def _plain(lanes: Lanes, task: Task) -> bool:
+    assert task.run_a is not None and task.run_b is not None
+    (path_a, at_a), (path_b, at_b) = task.run_a, task.run_b
+    readers, (view_a, view_b, left, right) = lanes.readers(), lanes.buffers()
+    if not (readers[0].local(path_a) and readers[1].local(path_b)) and task.nbytes > STEP:
+        return _gathered(lanes, task)  # larger requests to the Hub; no copy of live tensors
+    for done in range(0, task.nbytes, STEP):
+        n = min(STEP, task.nbytes - done)
+        readers[0].into(path_a, at_a + done, view_a[:n])
+        readers[1].into(path_b, at_b + done, view_b[:n])
+        if _memcmp(left, right, n):
+            return False
+    return True
+
+
+def _gathered(lanes: Lanes, task: Task) -> bool:
+    return all(same_bytes(a, b) for _, a, b in lanes.slabs(task.pair, task.region))
+
+
+def same_runs(reader: Reader, a: tuple[Path, int], b: tuple[Path, int], nbytes: int) -> bool:
+    """Whether two runs of bytes are the same. Raises CheckpointError where one cannot be read."""
+    views = memoryview(bytearray(STEP)), memoryview(bytearray(STEP))
+    for done in range(0, nbytes, STEP):
+        n = min(STEP, nbytes - done)
+        for view, (path, at) in zip(views, (a, b), strict=True):
+            reader.into(path, at + done, view[:n])
+        if not same_bytes(views[0][:n], views[1][:n]):
+            return False
+    return True
