@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from convtools.equality.verdict import Comparison
     from convtools.errors import ConvtoolsError
     from convtools.inspection import Inspection, inspect
+    from convtools.slicing.build import slice_checkpoint
+    from convtools.slicing.options import SliceOptions
+    from convtools.slicing.report import SliceReport
+    from convtools.slicing.verification import verify_slice
 
 _HOME = {
     "CompareOptions": "convtools.equality.options",
@@ -26,15 +30,20 @@ _HOME = {
     "Options": "convtools.conversion.options",
     "Report": "convtools.conversion.report",
     "Shards": "convtools.equality.live",
+    "SliceOptions": "convtools.slicing.options",
+    "SliceReport": "convtools.slicing.report",
     "compare": "convtools.equality.compare",
     "convert": "convtools.conversion.api",
     "inspect": "convtools.inspection",
     "open_source": "convtools.conversion.api",
+    "slice_checkpoint": "convtools.slicing.build",
+    "verify_slice": "convtools.slicing.verification",
 }
 
 __all__ = [
     "CompareOptions", "Comparison", "ConvtoolsError", "Inspection", "Options", "Report", "Shards",
-    "compare", "convert", "inspect", "open_source",
+    "SliceOptions", "SliceReport", "compare", "convert", "inspect", "open_source", "slice_checkpoint",
+    "verify_slice",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -1,8 +1,8 @@
-"""A Nemotron-H checkpoint goes Hugging Face -> Megatron -> Hugging Face, and every bit comes back.
+"""A checkpoint is sliced, the slice goes Hugging Face -> Megatron -> Hugging Face, and every bit comes back.
 
     python examples/roundtrip.py [HF_DIRECTORY]
 
-Without an argument it converts the tiny checkpoint in fixtures/, which real Megatron wrote.
+Without an argument it takes the tiny Nemotron-H checkpoint in fixtures/, which real Megatron wrote.
 """
 
 import sys
@@ -36,10 +36,35 @@ def content(root: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def main() -> int:
-    """Convert there and back by every route, and show what became of every kind of tensor."""
+    """Slice, then convert there and back."""
     src = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURE
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(f"[bold]{src.name}[/]: {convtools.inspect(src).pattern}, from {src.parent.name}")
+    console.print(f"[bold]{src}[/]: {convtools.inspect(src).pattern}")
+    with tempfile.TemporaryDirectory() as scratch:
+        cut = slice_first(src, Path(scratch) / "slice", console)
+        return round_trips(cut, Path(scratch), console)
+
+
+def slice_first(src: Path, dst: Path, console: Console) -> Path:
+    """The cheapest layers that hold every kind of block, with the first few experts; checked on disk."""
+    some = {"experts": 4} if convtools.open_source(src).model.config.get("n_routed_experts", 0) > 4 else {}
+    cut = convtools.slice_checkpoint(str(src), dst, convtools.SliceOptions(**some))
+    for line in cut.layers:
+        console.print(f"  layer {line.layer} is the source's layer {line.source}: {line.kind}")
+    for change in cut.config_changes:
+        console.print(f"  config.json: {change}")
+    checked = convtools.verify_slice(dst, str(src))
+    console.print(
+        f"sliced: {cut.tensors} of {cut.tensors + sum(cut.dropped.values())} tensors; "
+        + ("every byte is the source's" if checked.whole else f"[bold red]{checked.faults}")
+    )
+    if not checked.whole:
+        raise SystemExit(1)
+    return dst
+
+
+def round_trips(src: Path, scratch: Path, console: Console) -> int:
+    """Convert there and back by every route, and show what became of every kind of tensor."""
     before = content(src)
     model = convtools.open_source(src).model
     came_from = defaultdict(set)
@@ -48,22 +73,21 @@ def main() -> int:
 
     equal: dict[str, dict[str, int]] = {}
     whole = True
-    with tempfile.TemporaryDirectory() as scratch:
-        for i, (route, options) in enumerate(ROUTES.items()):
-            megatron, back = Path(scratch) / f"megatron{i}", Path(scratch) / f"hf{i}"
-            out = convtools.convert(src, megatron, options)
-            convtools.convert(megatron, back, convtools.Options(to="hf"))
-            console.print(f"HF -> {route} -> HF: {out.hf_tensors} tensors in {out.files} files and back")
-            after = content(back)
-            equal[route] = defaultdict(int)
-            for name in before:
-                equal[route][numberless(name)] += after.get(name) == before[name]
-            if after.keys() != before.keys():
-                whole = False
-                console.print(f"[red]{route}: names differ: {sorted(after.keys() ^ before.keys())[:5]}")
-            if (back / "config.json").read_bytes() != (src / "config.json").read_bytes():
-                whole = False
-                console.print(f"[red]{route}: config.json differs")
+    for i, (route, options) in enumerate(ROUTES.items()):
+        megatron, back = scratch / f"megatron{i}", scratch / f"hf{i}"
+        out = convtools.convert(src, megatron, options)
+        convtools.convert(megatron, back, convtools.Options(to="hf"))
+        console.print(f"HF -> {route} -> HF: {out.hf_tensors} tensors in {out.files} files and back")
+        after = content(back)
+        equal[route] = defaultdict(int)
+        for name in before:
+            equal[route][numberless(name)] += after.get(name) == before[name]
+        if after.keys() != before.keys():
+            whole = False
+            console.print(f"[red]{route}: names differ: {sorted(after.keys() ^ before.keys())[:5]}")
+        if (back / "config.json").read_bytes() != (src / "config.json").read_bytes():
+            whole = False
+            console.print(f"[red]{route}: config.json differs")
 
     table = Table("Hugging Face", "Megatron", "tensors", "bytes", f"back by {len(ROUTES)} routes", box=None)
     kinds: dict[str, list[str]] = defaultdict(list)

@@ -7,7 +7,7 @@ its tensors ~ Megatron's parameters ~ the tensors that are named.
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -261,15 +261,33 @@ def align(a: Side, b: Side) -> tuple[Canonical, Canonical]:
     left, right = _own(a), _own(b)
     if a.hf.keys() == b.hf.keys() or a.manifest or b.manifest:
         return left, right
-    tables = a.table, b.table
+    tables = a.table or _table_like(a, b.model), b.table or _table_like(b, a.model)
     if tables[0] is None or tables[1] is None or tables[0].hf == tables[1].hf:
         return left, right
-    assert a.model is not None and b.model is not None
-    if a.model.family is not b.model.family or tables[0].mapping.a != tables[1].mapping.a:
-        return left, right
+    if tables[0].mapping.a != tables[1].mapping.a:
+        return left, right  # two models: their parameters are not the same
     if len(tables[1].hf) > len(tables[0].hf):
         return _onto(a, tables[0], tables[1]), right
     return left, _onto(b, tables[1], tables[0])
+
+
+def _table_like(side: Side, model: Model | None) -> Table | None:
+    """The table of the other side's model in the spelling that fits this side, which is not whole, best."""
+    if model is None or not is_dataclass(model.spelling):
+        return None
+    flags = [f.name for f in fields(model.spelling) if isinstance(getattr(model.spelling, f.name), bool)]
+    best: tuple[int, Table] | None = None
+    for changed in (None, *flags):
+        change = {} if changed is None else {changed: not getattr(model.spelling, changed)}
+        try:
+            spelled = replace(model, spelling=replace(model.spelling, **change))  # type: ignore[type-var]
+            table = spelled.table(model.spec.vocab)
+        except ConvtoolsError:
+            continue
+        fits = sum(name in table.hf for name in side.hf)
+        if best is None or fits > best[0]:
+            best = fits, table
+    return best[1] if best is not None and 2 * best[0] > len(side.hf) else None
 
 
 def _own(side: Side) -> Canonical:

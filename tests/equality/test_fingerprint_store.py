@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, reject, settings, strategies as st
 
 import convtools
 from convtools.conversion.api import open_source
@@ -19,7 +19,7 @@ from convtools.equality.fingerprint import ALGORITHM, COMPILED, NUMPY, fingerpri
 from convtools.equality.fingerprint_reading import cut
 from convtools.equality.fingerprint_shards import combine_shards, fingerprint_shards
 from convtools.equality.fingerprint_store import fingerprint
-from convtools.errors import AccountingError, CheckpointError, UsageError
+from convtools.errors import AccountingError, CheckpointError, ConfigError, UsageError
 from convtools.layout.parallel import Rank
 from convtools.layout.plan import Move, Stride
 from convtools.manifest import MANIFEST_NAME, XXH3, Manifest, read_manifest
@@ -90,8 +90,11 @@ def test_every_architecture_at_any_layout(architecture: str, data: st.DataObject
     to = data.draw(st.sampled_from(["torch_dist", "torch"]))
     with place(case) as (root, src):
         more = case.layout | {"make_vocab_size_divisible_by": data.draw(st.sampled_from([1, 8]))}
-        convtools.convert(src, root / "m", options(to, **more))
         assert hashes(fingerprint(src)) == expected(case.content)
+        try:
+            convtools.convert(src, root / "m", options(to, **more))
+        except ConfigError:  # a model that Megatron cannot compute
+            reject()
         assert hashes(fingerprint(root / "m")) == expected(case.content)
         if to == "torch":
             assert of_ranks(root / "m") == expected(case.content)
@@ -126,7 +129,7 @@ def test_ranks_with_virtual_stages_and_expert_parallelism(
     config: dict[str, Any], etp: int, tmp_path: Path
 ) -> None:
     src = write_hf(tmp_path / "hf", config, inventory(config))
-    more = {"tp": 4, "pp": 2, "vpp": 2, "ep": 2 if etp < 4 else 1, "etp": etp}
+    more = {"tp": 4, "pp": 2, "hybrid_layer_pattern": "M|E|*|-", "ep": 2 if etp < 4 else 1, "etp": etp}
     if len({(r % 4, r // etp % more["ep"]) for r in range(lcm(4, etp * more["ep"]))}) < lcm(4, etp * more["ep"]):
         pytest.skip("legacy file names hold no etp: two ranks would share one")
     convtools.convert(src, tmp_path / "m", options("torch", **more))
@@ -148,7 +151,7 @@ def test_a_rank_needs_no_other(small: Path, tmp_path: Path) -> None:
     norms, first = "backbone.layers.0.norm.weight", Rank(0, 0, 0, 0)
     assert [r for r, part in parts.items() if norms in part] == [first]
     embedding = "backbone.embeddings.weight"
-    assert [(r.tp, r.ep) for r, part in parts.items() if embedding in part] == [(0, 0), (1, 1)]
+    assert [(r.tp, r.ep) for r, part in parts.items() if embedding in part] == [(0, 0), (1, 0)]  # ep 1 holds both again
     missing = {n: t for n, t in named.items() if n != "embedding.word_embeddings.weight"}
     with pytest.raises(AccountingError, match="missing: `embedding.word_embeddings.weight`"):
         fingerprint_shards(missing, source.model, source.layout, rank)
@@ -336,7 +339,7 @@ def test_the_command(small: Path, tmp_path: Path) -> None:
     assert facts["bytes"] == sum(len(data) for _, _, data in content.values())
     a, b = read_manifest(tmp_path / "a.json"), read_manifest(tmp_path / "b.json")
     assert hashes(a) == hashes(b) == expected(content) and set(hashes(b, XXH3)) == set(content)
-    shutil.copy(tmp_path / "a.json", small / MANIFEST_NAME)  # the slicer's schema: its reader takes it
+    shutil.copy(tmp_path / "b.json", small / MANIFEST_NAME)  # the slicer's schema: its reader takes it
     assert run("verify", small).returncode == 0
     before = (tmp_path / "a.json").read_bytes()
     refused(run("fingerprint", tmp_path / "nothing", "-o", tmp_path / "a.json"), code=2)

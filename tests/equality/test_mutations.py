@@ -31,9 +31,9 @@ from tests.equality.equal_pairs import (
 from tests.equality.faults import FAULTS, Fault
 from tests.tensors import Content
 
-TRIES = 14
+TRIES = 5
 """Faults of each kind, for each family in each format."""
-FLIPS = 14
+FLIPS = 8
 """Bits flipped in files, for each family in each format."""
 PAIRS = {case.name: case for case in (*CASES, QWEN3_MOE_FUSED)}
 OPTIONS = CompareOptions(workers=1)
@@ -80,7 +80,7 @@ def test_every_fault_is_found_and_named(case: Case, to: str, sides: dict[str, di
                 continue
             made += 1
             check(kind, case, fault, compare(changed(tensors, content, fault.content), good, OPTIONS))
-    assert made > 100
+    assert made > 40
 
 
 def changed(tensors: dict[str, Any], before: Content, after: Content) -> dict[str, Any]:
