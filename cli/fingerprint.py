@@ -27,7 +27,13 @@ from convtools.cli.render import human
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    path: str, output: Path, xxh3: bool, iteration: str | None, hf_config: Path | None, workers: int, as_json: bool
+    path: str,
+    output: Path,
+    xxh3: bool,
+    iteration: str | None,
+    hf_config: Path | None,
+    workers: int,
+    as_json: bool,
 ) -> None:
     """Write one hash for every tensor of checkpoint PATH, whatever format it is in, as a manifest.
 

@@ -77,6 +77,7 @@ def _print(report: "SliceReport") -> None:
     from rich.text import Text
 
     from convtools.errors import capped, printable
+    from convtools.slicing.choose import ADDED, ASKED
 
     console = Console()
     layers = Table(box=None, pad_edge=False)
@@ -89,7 +90,7 @@ def _print(report: "SliceReport") -> None:
     ):
         layers.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for line in report.layers:
-        why = line.why if line.why == "asked for" else f"the cheapest {line.why}"
+        why = line.why if line.why in (ASKED, ADDED) else f"the cheapest {line.why}"
         more = f"{why}; {line.others} more like it" if line.others else f"{why}; the only one"
         layers.add_row(str(line.layer), str(line.source), Text(line.kind), Text(more), human(line.nbytes))
     mtp = f"{report.mtp_tensors} tensors of it MTP" if report.mtp_tensors else ""

@@ -9,7 +9,7 @@ from convtools.conversion.options import Options
 from convtools.conversion.report import Cast
 from convtools.conversion.source import Source
 from convtools.errors import AccountingError, UsageError, capped, together
-from convtools.families.table import EITHER, FP32, Table
+from convtools.families.table import EITHER, FP32, WIDER, Table
 from convtools.families.wrapping import group_outside
 from convtools.layout.numbers import numberless
 from convtools.stores.base import FROM_TORCH, TORCH_DTYPE
@@ -29,7 +29,7 @@ def check_dtypes(source: Source, *, casting: bool = False) -> None:
     kinds = precisions(source.table)
     dtypes = {name: dtype for name, dtype in source.dtypes().items() if name in kinds}
     floats = set(FLOATS.values())
-    count = Counter(d for n, d in dtypes.items() if kinds[n] not in (FP32, EITHER)) or Counter(
+    count = Counter(d for n, d in dtypes.items() if kinds[n] not in (FP32, EITHER, WIDER)) or Counter(
         dtypes.values()
     )
     usual = count.most_common(1)[0][0]
@@ -51,7 +51,7 @@ def check_dtypes(source: Source, *, casting: bool = False) -> None:
     for name, dtype in dtypes.items():
         kind = kinds[name]
         role = alike[numberless(name)].most_common(1)[0][0]
-        allowed = {"F32"} if kind == FP32 else {usual, "F32"} if kind == EITHER else {usual}
+        allowed = {"F32"} if kind == FP32 else {usual, "F32"} if kind in (WIDER, EITHER) else {usual}
         if dtype not in floats:
             problems.append(f"dtype: `{name}`{stored.get(name, '')} is {dtype}, expected a float")
         elif dtype not in allowed:

@@ -30,7 +30,8 @@ def check_shifts(
 ) -> tuple[Shift, ...]:
     """Read every norm that only one side centres; they are small. Writes nothing.
 
-    `only` says which HF tensors are wanted at all. Raises AccountingError, naming each that would be rounded, unless that is allowed.
+    `only` says which HF tensors are wanted at all. Raises AccountingError, naming each that would be
+    rounded, unless that is allowed.
     """
     plus_of = {n: plus for n, plus in hf_shifts(source, target).items() if only is None or n in only}
     if not plus_of:

@@ -8,9 +8,15 @@ from convtools.conversion.source import Duplicate, LeftOut, Source, account
 from convtools.families.config import Config
 from convtools.families.registry import Model, language_model
 from convtools.families.wrapping import find_wrapping, group_outside
+from convtools.manifest import MANIFEST_NAME
 from convtools.stores.encodings import refuse_encodings
 from convtools.stores.hf import open_hf
 
+OWN_FILES = {
+    SPELLING_FILE: "a note of convtools' own",
+    MANIFEST_NAME: "the source's own manifest: another checkpoint needs its own",
+}
+"""Side files that speak of the source alone, and why they stay behind."""
 _PASSED = "passed through unchanged: outside the language model"
 
 
@@ -37,7 +43,7 @@ def hf_source(root: Path) -> Source:
         hf=dict(table.hf) | {name: store.tensors[name].shape for name in outside},
         table=table,
         left_out=(
-            *(LeftOut(n, "a note of convtools' own") for n in store.side_files if n == SPELLING_FILE),
+            *(LeftOut(n, OWN_FILES[n]) for n in store.side_files if n in OWN_FILES),
             *(LeftOut(name, reason) for name, reason in store.unread_files),
             *(
                 LeftOut(f"{name} in {file}", "the index does not assign it there")
@@ -48,7 +54,7 @@ def hf_source(root: Path) -> Source:
         outside=outside,
         duplicates=tuple(Duplicate(copy.of, copy.name) for copy in model.copies()),
         side_root=root,
-        side_files=tuple(n for n in store.side_files if n != SPELLING_FILE),
+        side_files=tuple(n for n in store.side_files if n not in OWN_FILES),
         config_bytes=store.config_bytes,
     )
 

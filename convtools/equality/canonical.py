@@ -66,6 +66,11 @@ class Side:
         """A reader for one thread."""
         return Reader(self.memory, self.hub)
 
+    @cached_property
+    def resolver(self) -> Resolver:
+        """Where the elements of its own tensors lie."""
+        return Resolver(self.source, Target("hf", (), None, {}))
+
     @property
     def duplicates(self) -> tuple[Duplicate, ...]:
         """Stored tensors that must be the same bytes."""
@@ -224,6 +229,8 @@ class Canonical:
 
     @cached_property
     def _resolver(self) -> Resolver:
+        if self.relation is None:
+            return self.side.resolver
         return Resolver(self.side.source, Target("hf", (), self.relation, {}))
 
     def prepare(self) -> None:

@@ -112,7 +112,7 @@ class Fingerprint:
     def add_move(self, of: Move, itemsize: int, data: "Buffer", start: int = 0) -> None:
         """A strided part: `of.dst` counts elements of the tensor, `of.src` those of `data` from `start` on.
 
-        Raises UsageError where that lies outside of `data`.
+        Raises UsageError where that lies outside of `data`, or `data` is not contiguous.
         """
         loops = tuple(Stride(s.n, s.dst * itemsize, s.src * itemsize) for s in of.loops)
         at, begin, run = of.dst * itemsize, start + of.src * itemsize, of.run * itemsize
@@ -124,6 +124,8 @@ class Fingerprint:
             self._value += self._accumulate(data, begin, at, loops, run)
         except ValueError as error:
             raise UsageError(f"a part of a tensor is larger than its data: {error}") from None
+        except BufferError as error:
+            raise UsageError(f"the data of a tensor is no run of bytes: {error}") from None
         self._value %= PRIME
 
     def add_value(self, value: int) -> None:
@@ -240,7 +242,7 @@ def accumulate_numpy(data: "Buffer", start: int, at: int, loops: tuple[Stride, .
     """`Accumulate` by exact products in doubles; strided runs are first laid out among zeros."""
     import numpy as np
 
-    flat = np.frombuffer(data, "u1")
+    flat = np.frombuffer(memoryview(data), "u1")
     loops = tuple(s for s in loops if s.n != 1)
     if not run or any(s.n == 0 for s in loops):
         return 0

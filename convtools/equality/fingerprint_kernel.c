@@ -143,16 +143,16 @@ static u128 horner_plain(const unsigned char *from, uint64_t count)
 
 #ifdef HAVE_AVX2
 /* Four words at a time: either half of each, times each quarter of its constant, in eight sums a lane. */
-__attribute__((target("avx2"))) static inline u128 block_avx2(const unsigned char *from)
+__attribute__((target("avx2"))) static inline u128 words_avx2(const unsigned char *from, int first, int words)
 {
     __m256i sum[8];
     for (int i = 0; i < 8; i++)
         sum[i] = _mm256_setzero_si256();
-    for (int j = 0; j < WORDS; j += 4) {
+    for (int j = 0; j < words; j += 4) {
         __m256i w = _mm256_loadu_si256((const __m256i *)(from + 8 * j)), upper = _mm256_srli_epi64(w, 32);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            __m256i k = _mm256_load_si256((const __m256i *)&QUARTERS[i][j]);
+            __m256i k = _mm256_loadu_si256((const __m256i *)&QUARTERS[i][first + j]);
             sum[i] = _mm256_add_epi64(sum[i], _mm256_mul_epu32(w, k));
             sum[i + 4] = _mm256_add_epi64(sum[i + 4], _mm256_mul_epu32(upper, k));
         }
@@ -173,8 +173,14 @@ __attribute__((target("avx2"))) static u128 horner_avx2(const unsigned char *fro
 {
     u128 sum = 0;
     for (uint64_t i = 0; i < count; i++, from += BLOCK)
-        sum = folded(product(sum, INVERSE) + block_avx2(from));
+        sum = folded(product(sum, INVERSE) + words_avx2(from, 0, WORDS));
     return sum;
+}
+
+/* a part of a block, from word `first` on; `words` is a multiple of 4 */
+__attribute__((target("avx2"))) static u128 part_avx2(const unsigned char *from, int first, int words)
+{
+    return words_avx2(from, first, words);
 }
 #endif
 
@@ -200,6 +206,17 @@ static void contiguous(Sum *s, const unsigned char *from, uint64_t nbytes, uint6
             unsigned words = WORDS - j;
             if (nbytes / 8 < words)
                 words = (unsigned)(nbytes / 8);
+#ifdef HAVE_AVX2
+            if (simd && words >= 48) { /* below that, the plain loop is as quick */
+                words &= ~3U;
+                u128 sum = part_avx2(from, (int)j, (int)words);
+                s->total = folded(s->total + product(power_at(s, at / BLOCK), sum));
+                from += 8 * words;
+                at += 8 * words;
+                nbytes -= 8 * words;
+                continue;
+            }
+#endif
             open_block(s, at / BLOCK, words);
             u128 low = s->low, high = s->high;
             for (unsigned i = 0; i < words; i++) {

@@ -119,7 +119,9 @@ def _jobs(items: Iterable[Part | InOrder]) -> Iterator[list[Part | InOrder]]:
     job: list[Part | InOrder] = []
     held = 0
     for item in items:
-        pieces = [item] if isinstance(item, InOrder) else (item._replace(move=m) for m in cut(item.move, _JOB))
+        pieces = (
+            [item] if isinstance(item, InOrder) else (item._replace(move=m) for m in cut(item.move, _JOB))
+        )
         for piece in pieces:
             job.append(piece)
             held += piece.nbytes if isinstance(piece, InOrder) else piece.move.numel

@@ -26,7 +26,12 @@ Named = Mapping[str, Any]
 
 
 def fingerprint_shards(
-    tensors: Named | Sequence[Named], model: Model, layout: ParallelLayout, rank: Rank, *, path: str | None = None
+    tensors: Named | Sequence[Named],
+    model: Model,
+    layout: ParallelLayout,
+    rank: Rank,
+    *,
+    path: str | None = None,
 ) -> dict[str, int]:
     """One rank's part of the value of every canonical tensor of which it counts a part.
 
@@ -36,7 +41,9 @@ def fingerprint_shards(
     """
     chunks = [tensors] if isinstance(tensors, Mapping) else list(tensors)
     if len(chunks) != layout.vpp:
-        raise UsageError(f"{len(chunks)} model chunks were given", expected=f"{layout.vpp}, as the layout says")
+        raise UsageError(
+            f"{len(chunks)} model chunks were given", expected=f"{layout.vpp}, as the layout says"
+        )
     table = model.table(_padded_vocab(chunks, model, layout))
     place = Placement(table.params.values(), layout, tied=model.spec.tied)
     found: dict[str, Fingerprint] = {}
@@ -63,7 +70,9 @@ def combine_shards(parts: Iterable[Mapping[str, int]], model: Model) -> dict[str
                 raise AccountingError(f"not in this model: {tick(name)}", fix="all ranks must run one model")
             values[name].append(value)
     if missing := [tick(name) for name, found in values.items() if not found]:
-        raise AccountingError("no rank has a part of some tensors", found=capped(missing), fix="give every rank's parts")
+        raise AccountingError(
+            "no rank has a part of some tensors", found=capped(missing), fix="give every rank's parts"
+        )
     out = {name: hexdigest(combine(found)) for name, found in values.items()}
     return out | {copy.name: out[copy.of] for copy in model.copies()}
 
@@ -78,10 +87,8 @@ def counts(place: Placement, held: Held, rank: Rank, chunk: int) -> bool:
     if held.called != p.name or place.stage(p) != chunk * layout.pp + rank.pp:
         return False
 
-    if p.expert:
-        first = rank.ep * layout.etp + (rank.etp if p.cut else 0)
-    else:
-        first = rank.tp if p.cut else 0
+    part = 0 if p.cut is None else rank.etp if p.expert else rank.tp
+    first = part + (rank.ep * layout.etp if p.expert else 0)
     return rank == Rank(first % layout.tp, rank.pp, first // layout.etp % layout.ep, first % layout.etp)
 
 
@@ -124,7 +131,8 @@ def _tensor(held: Held, named: Named, rank: Rank) -> Any:
         raise AccountingError(f"missing: {tick(next(iter(held.names())))}", where=f"rank {rank}")
     if tuple(named[name].shape) != held.shape:
         raise AccountingError(
-            f"shape: {tick(name)} is {list(named[name].shape)}, expected {list(held.shape)}", where=f"rank {rank}"
+            f"shape: {tick(name)} is {list(named[name].shape)}, expected {list(held.shape)}",
+            where=f"rank {rank}",
         )
     return named[name]
 

@@ -66,8 +66,9 @@ def fingerprint(
     bar: Bar | None = None,
     path: str | None = None,
 ) -> Manifest:
-    """One hash for every canonical tensor of `store`: a path, a Hub id, an opened source, live tensors, `Shards`.
+    """One hash for every canonical tensor of `store`.
 
+    `store` is a path, a Hub id, an opened source or side, named live tensors or a module, or `Shards`.
     `only` names the tensors that are wanted; `xxh3` adds a hash of the bytes in order; `path` is
     `compiled` or `numpy`. Raises CheckpointError where a file is damaged or changes while it is read,
     AccountingError where two stored copies of one tensor differ, ConfigError, UsageError.
@@ -75,13 +76,17 @@ def fingerprint(
     root = Path(store) if isinstance(store, str | Path) else None
     if root is not None and is_hf(root):
         if iteration is not None or hf_config is not None:
-            raise UsageError("--iteration and --hf-config are for a Megatron checkpoint", fix="leave them out")
+            raise UsageError(
+                "--iteration and --hf-config are for a Megatron checkpoint", fix="leave them out"
+            )
         plan = _folder(root, only, xxh3)
     else:
         plan = _side(open_side(store, iteration=iteration, hf_config=hf_config), only, xxh3)
     strange = [name for name in only or () if name not in plan.tensors]
     if strange:
-        raise UsageError(f"no tensor {tick(strange[0])} in the checkpoint", found=f"{len(strange)} such names")
+        raise UsageError(
+            f"no tensor {tick(strange[0])} in the checkpoint", found=f"{len(strange)} such names"
+        )
     with bar(plan.nbytes) if bar else nullcontext(lambda nbytes: None) as progress:
         count = workers or min(4, os.cpu_count() or 1)
         found = hash_all(plan.items, plan.reader, workers=count, progress=progress, xxh3=xxh3, path=path)
@@ -127,7 +132,10 @@ def _folder(root: Path, only: Collection[str] | None, xxh3: bool) -> _Plan:
     store = open_hf(root, list_sub_byte=True)
     runs = {n: run for n, run in _runs(root, store) if only is None or n in only}
     notes = [
-        *(f"not read: {tick(n)} in {tick(file)}: the index does not assign it there" for n, file in store.stray_tensors),
+        *(
+            f"not read: {tick(n)} in {tick(file)}: the index does not assign it there"
+            for n, file in store.stray_tensors
+        ),
         *(f"not read: {tick(file)}: {reason}" for file, reason in store.unread_files),
     ]  # fmt: skip
     items: list[Part | InOrder] = [
@@ -186,7 +194,15 @@ def _side(side: Side, only: Collection[str] | None, xxh3: bool) -> _Plan:
 
     nbytes = sum(canonical.nbytes(n) for n in read) + sum(source.tensors[n].nbytes for n in stored)
     return _Plan(
-        side.format, tensors, items(), nbytes, side.reader, copies, tuple(twins), side.files, tuple(side.notes)
+        side.format,
+        tensors,
+        items(),
+        nbytes,
+        side.reader,
+        copies,
+        tuple(twins),
+        side.files,
+        tuple(side.notes),
     )
 
 

@@ -40,7 +40,9 @@ def tensor_value(tensor: "torch.Tensor", of: Move | None = None) -> int:
     if min(of.src, of.dst, *(x for s in loops for x in s)) < 0 or (
         of.src + of.run + sum((s.n - 1) * s.src for s in loops) > items.numel()
     ):
-        raise UsageError("a part of a tensor is larger than its data", found=f"{of} of {items.numel()} elements")
+        raise UsageError(
+            "a part of a tensor is larger than its data", found=f"{of} of {items.numel()} elements"
+        )
     values = (_value(run, at * size) for run, at in _laid(items, of.src, of.dst, loops, of.run))
     return sum(values) % PRIME
 
@@ -102,8 +104,9 @@ def _check(device: str) -> None:
     import torch
 
     ones = torch.full((2 * _BATCH * BLOCK,), 255, dtype=torch.uint8)
-    want = accumulate_numpy(ones.numpy(), 0, 0, (), ones.numel())
+    want = accumulate_numpy(ones.numpy().data, 0, 0, (), ones.numel())
     if _value(ones.to(device), 0) != want:
         raise UsageError(
-            f"products of doubles on `{device}` are not exact", fix="move the tensors to the CPU, or another device"
+            f"products of doubles on `{device}` are not exact",
+            fix="move the tensors to the CPU, or another device",
         )

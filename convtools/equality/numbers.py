@@ -43,10 +43,11 @@ def values(raw: "Array", dtype: str) -> "Array":
     import numpy as np
 
     dtype = real(dtype)
-    if dtype == "BF16":
-        return (raw.astype("<u4") << 16).view("<f4").astype("<f8")
-    if dtype in ("F16", "F32", "F64"):
-        return raw.view(f"<f{raw.itemsize}").astype("<f8")
+    with np.errstate(invalid="ignore"):  # a signalling NaN is none of a caster's business
+        if dtype == "BF16":
+            return (raw.astype("<u4") << 16).view("<f4").astype("<f8")
+        if dtype in ("F16", "F32", "F64"):
+            return raw.view(f"<f{raw.itemsize}").astype("<f8")
     if dtype in EIGHT_BIT:
         return np.asarray(_table(dtype))[raw]
     return raw.view(_SIGNED.get(dtype, raw.dtype)).astype("<f8")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convtools.errors import CheckpointError
+from convtools.layout.plan import Move
 from convtools.stores.base import StoredTensor
 from convtools.stores.move import Gather, Mover
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 MEMORY = "memory:"
 """Paths of live tensors begin with it."""
 _FETCH = 8 << 20
+_LONG = 128 << 10
+"""Runs of at least so many bytes are read by themselves."""
+_EXTENT = 4 << 20
 
 Memory = Mapping[Path, Callable[[], Any]]
 """Path -> a call that gives the bytes of a live tensor."""
@@ -27,6 +31,7 @@ class Reader(Mover):
         super().__init__()
         self._memory: Memory = memory or {}
         self._last: tuple[Path, Any] | None = None
+        self._scratch = bytearray()
         self._hub: Any = None
         if hub is not None and hub.repository is not None:
             from convtools.stores.hub import HubReader
@@ -63,23 +68,35 @@ class Reader(Mover):
             os.close(fd)
 
     def _gather(self, g: Gather, size: int, view: memoryview) -> None:
-        if self.local(g.path):
-            super()._gather(g, size, view)
-            return
-        import numpy as np
-
         move = g.move
         first = g.offset + move.src * size
         extent = (sum((s.n - 1) * s.src for s in move.loops) + move.run) * size
         if g.path in self._memory:
-            data, start = self._live(g.path), first
-        else:
-            data, start = bytearray(extent), 0
-            self._fetch(g.path, first, memoryview(data))
-        shape, run = tuple(s.n for s in move.loops), f"V{move.run * size}"
-        of = np.ndarray(shape, run, data, start, tuple(s.src * size for s in move.loops))
-        to = np.ndarray(shape, run, view, move.dst * size, tuple(s.dst * size for s in move.loops))
-        np.copyto(to, of)
+            _scatter(move, size, self._live(g.path), first, view)
+        elif not self.local(g.path):
+            data = memoryview(bytearray(extent))
+            self._fetch(g.path, first, data)
+            _scatter(move, size, data, 0, view)
+        elif not move.loops or move.run * size >= _LONG or extent > 2 * move.numel * size:
+            super()._gather(g, size, view)
+        elif extent > _EXTENT:
+            for half in move.halves():
+                self._gather(g._replace(move=half), size, view)
+        else:  # one read of all that lies there, and a copy within the cache: quicker than a read a run
+            self._scratch = self._scratch or bytearray(_EXTENT)
+            data = memoryview(self._scratch)[:extent]
+            read_into(g.path, self.source(g.path), first, data)
+            _scatter(move, size, data, 0, view)
+
+
+def _scatter(move: Move, size: int, data: Any, start: int, view: memoryview) -> None:
+    """The elements of a move from `data`, where the first lies at byte `start`, to where they belong."""
+    import numpy as np
+
+    shape, run = tuple(s.n for s in move.loops), f"V{move.run * size}"
+    of = np.ndarray(shape, run, data, start, tuple(s.src * size for s in move.loops))
+    to = np.ndarray(shape, run, view, move.dst * size, tuple(s.dst * size for s in move.loops))
+    np.copyto(to, of)
 
 
 def _remote(path: Path) -> bool:

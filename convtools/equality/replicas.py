@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 
 from convtools.conversion.source import Duplicate
 from convtools.equality.canonical import Canonical
@@ -14,6 +15,7 @@ from convtools.layout.plan import slabs
 from convtools.layout.region import Region
 from convtools.stores.base import DTYPE_NBYTES
 
+_AT_ONCE = 64
 _MOST = 16
 """Copies that are looked into; the verdict needs one."""
 
@@ -22,11 +24,16 @@ def disagreements(lanes: Lanes, results: Mapping[str, TensorResult]) -> Iterator
     """A result for every canonical tensor of which a side's copies differ, or cannot be read."""
     for side, letter in ((lanes.a, "A"), (lanes.b, "B")):
         index = 0 if side is lanes.a else 1
-        found = lanes.each(
-            lambda pair, side=side, index=index: _compared(side, pair, lanes.readers()[index]),  # type: ignore[misc]
-            side.side.duplicates,
-        )
-        unequal = [one for one in found if one[1] is not None]
+        pairs = iter(side.side.duplicates)
+        batches = iter(lambda pairs=pairs: list(islice(pairs, _AT_ONCE)), [])  # type: ignore[misc]
+
+        def look(
+            batch: list[Duplicate], side: Canonical = side, index: int = index
+        ) -> list[tuple[Duplicate, str | None]]:
+            return [_compared(side, pair, lanes.readers()[index]) for pair in batch]
+
+        found = lanes.each(look, batches)
+        unequal = [one for batch in found for one in batch if one[1] is not None]
         for pair, fault in unequal[:_MOST]:
             for name in _touched(side, pair, fault, lanes.readers()[index]):
                 if name not in results or not results[name].faulty:

@@ -21,7 +21,7 @@ from convtools.layout.plan import slabs
 from convtools.layout.region import Region
 from convtools.stores.base import DTYPE_NBYTES
 
-STEP = 256 << 10
+STEP = 1 << 20
 """Bytes that are compared at once where both sides are files as they are."""
 SLAB = 4 << 20
 """Bytes of either side that are gathered at once."""
@@ -96,6 +96,9 @@ class Lanes:
     def each(self, work: Callable[[Work], Done], items: Iterable[Work]) -> Iterator[Done]:
         """`work` of every item on the threads; results come as they are done. `work` raises nothing."""
         stream = iter(items)
+        if self._workers == 1:
+            yield from map(work, stream)
+            return
         with ThreadPoolExecutor(self._workers) as pool:
             pending = {pool.submit(work, item) for item in islice(stream, 2 * self._workers)}
             while pending:

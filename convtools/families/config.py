@@ -26,7 +26,8 @@ class Fields:
         given = {n: self.config[n] for n in names if self.config.get(n) is not None}
         values = list(given.values())
         if any(v != values[0] for v in values):
-            self.problems.append("contradiction: " + ", ".join(f"{n}={_SHORT.repr(v)}" for n, v in given.items()))
+            spelled = ", ".join(f"{n}={_SHORT.repr(v)}" for n, v in given.items())
+            self.problems.append(f"contradiction: {spelled}")
         if values:
             return values[0]
         if default is MISSING:

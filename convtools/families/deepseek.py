@@ -28,7 +28,7 @@ from convtools.families.gpt import (
     spelling,
 )  # fmt: skip
 from convtools.families.gpt_args import expert_sizes, plain_layers, routing_config, sigmoid_routing
-from convtools.families.table import EITHER, Block, Row, norm
+from convtools.families.table import WIDER, Block, Row, norm
 
 __all__ = [
     "ARCHITECTURES", "NAME", "PROOF", "Spec", "Spelling",
@@ -93,7 +93,7 @@ def parse(config: Config) -> Spec:
         expert_ffn=expert_ffn,
         moe_layers=tuple(i >= dense and i % freq == 0 for i in range(layers)),
         expert_bias=not v2,
-        router_precision=EITHER,  # transformers keeps the router in fp32, the published files do not
+        router_precision=WIDER,  # transformers keeps the router in fp32, the published files do not
         shared_ffn=expert_ffn * f.size("n_shared_experts", default=0, least=0, most=1_000),
         mtp_depth=0 if v2 else mtp_depth_of(f),
     )
@@ -121,7 +121,7 @@ def _layer(spec: Spec, spelling: Spelling, moe: bool) -> list[tuple[str, Block]]
 
 
 def megatron_args(config: Config, spec: Spec, spelling: Spelling) -> dict[str, Any]:
-    """The part of Megatron's `args` that config.json decides. Raises ConfigError for what it cannot compute."""
+    """The part of Megatron's `args` that config.json decides. Raises ConfigError for what has no word."""
     check_activation(config)
     if config.get("rope_interleave", True) is not True:
         raise refuse("`rope_interleave` is false, and Megatron's latent attention takes rotated pairs apart")

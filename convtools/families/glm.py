@@ -21,7 +21,7 @@ from convtools.families.gpt import (
     spelling,
 )  # fmt: skip
 from convtools.families.gpt_args import expert_sizes, gated_rotary, routing_config, sigmoid_routing
-from convtools.families.table import EITHER
+from convtools.families.table import WIDER
 
 __all__ = [
     "ARCHITECTURES", "NAME", "PROOF", "Spec", "Spelling",
@@ -55,7 +55,7 @@ def parse(config: Config) -> Spec:
         expert_ffn=expert_ffn,
         moe_layers=tuple(i >= dense for i in range(layers)),
         expert_bias=True,
-        router_precision=EITHER,  # transformers keeps the router in fp32, the published files do not
+        router_precision=WIDER,  # transformers keeps the router in fp32, the published files do not
         shared_ffn=expert_ffn * f.size("n_shared_experts", default=1, least=0, most=1_000),
         mtp_depth=mtp_depth_of(f),
     )

@@ -28,11 +28,11 @@ def rope_theta(config: Config) -> float:
     if len(found) == 1:
         return float(found.pop())
     raise ConfigError(
-        "the base of the rotary embedding is not given" if not found else "layers differ in their rotary base",
+        "layers differ in their rotary base" if found else "the base of the rotary embedding is not given",
         where="config.json, `rope_theta` or `rope_parameters`",
         expected="one number for all layers: Megatron has one `rotary_base`",
         found=sorted(found) or None,
-        fix=None if found else "add it: models without it were trained with 10000 (Llama 2), as their card says",
+        fix=None if found else "add what the model was trained with: Llama 2, whose config has none, 10000",
     )
 
 
@@ -46,7 +46,7 @@ def _thetas(config: Config) -> Iterator[Any]:
 
 
 def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[str, Any]:
-    """The part of Megatron's `args` that config.json decides. Raises ConfigError for what it cannot compute."""
+    """The part of Megatron's `args` that config.json decides. Raises ConfigError for what has no word."""
     check_activation(config)
     check_biases(spec)
     args: dict[str, Any] = {

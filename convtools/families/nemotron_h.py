@@ -17,7 +17,7 @@ from convtools.families.blocks.mtp import hybrid_mtp
 from convtools.families.config import Config, Fields
 from convtools.families.hybrid_pattern import hybrid_pattern
 from convtools.families.nemotron_h_args import hf_config, megatron_args
-from convtools.families.table import EITHER, LAST, Block, Copy, Row, norm, placed
+from convtools.families.table import LAST, WIDER, Block, Copy, Row, norm, placed
 
 __all__ = [
     "ARCHITECTURES", "NAME", "PROOF", "Spec", "Spelling",
@@ -258,7 +258,7 @@ def _layer(spec: Spec, spelling: Spelling, kind: str) -> tuple[Row, Block]:
     if kind == "-":
         pre_norm = norm("mlp.linear_fc1.layer_norm_weight", "norm.weight", h, "pre_mlp_layernorm.weight")
         return pre_norm, mlp(hidden=h, ffn=spec.ffn, bias=spec.mlp_bias)
-    moe = router(experts=spec.experts, hidden=h, precision=EITHER)
+    moe = router(experts=spec.experts, hidden=h, precision=WIDER)
     if spec.latent:
         moe += latent(hidden=h, latent=spec.latent)
     if spec.shared_ffn:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-from convtools.errors import ConfigError, tick
-from convtools.families.computed import checked
+from convtools.errors import AccountingError, ConfigError, tick
+from convtools.families.computed import checked, computed_otherwise
 from convtools.families.config import Config
 from convtools.families.table import Copy, Row, Table
-from convtools.families.wrapping import Wrapping, find_section, own_config
+from convtools.families.wrapping import HEAD, Wrapping, find_section, own_config
 
 _MODULE = {
     "DeepseekV2ForCausalLM": "deepseek",
@@ -38,7 +38,6 @@ _MODEL_TYPE = {
     "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
     "ministral3": "MistralForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -112,7 +111,10 @@ class Model:
         return Row(row.param, tuple((a, b.renamed(self.wrapping.outer(b.name))) for a, b in row.equal))
 
     def notes(self) -> tuple[str, ...]:
-        """What was inferred from names, for the report."""
+        """What was inferred from names, or only Megatron computes, for the report."""
+        return (*computed_otherwise(self.config), *self._inferred())
+
+    def _inferred(self) -> tuple[str, ...]:
         if getattr(self.spec, "mtp_depth", 0) and not getattr(self.spelling, "mtp", True):
             return (
                 f"the config says {self.spec.mtp_depth} MTP layers, but there is no tensor of them: "
@@ -123,9 +125,15 @@ class Model:
         return (f"one MTP layer's weights stand for all {self.spec.mtp_depth} depths, as the names show",)
 
     def copies(self) -> tuple[Copy, ...]:
-        """Hugging Face tensors that repeat another, in this spelling."""
+        """Hugging Face tensors that repeat another, in this spelling. Raises AccountingError."""
         outer = self.wrapping.outer
         copies = self.family.copies(self.spec, self.spelling)
+        if not self.spec.tied and any(copy.name == HEAD for copy in copies):
+            raise AccountingError(  # it would be written from the embedding
+                f"`{HEAD}` would repeat the embedding, in a model whose head is not tied",
+                where="the note of the Hugging Face spelling (hf/.convtools.json), `head`",
+                fix="remove the note to use the published spelling",
+            )
         return tuple(Copy(outer(copy.name), outer(copy.of), copy.reason) for copy in copies)
 
 

@@ -19,8 +19,8 @@ from convtools.layout.view import View, same
 FIRST, LAST = "first", "last"
 """Pipeline stages that are not a decoder layer's own: with the embedding, with the head."""
 
-MODEL, EITHER, FP32 = "model", "either", "fp32"
-"""Stored in the model's dtype; in that or in fp32; always in fp32."""
+MODEL, WIDER, EITHER, FP32 = "model", "wider", "either", "fp32"
+"""Stored in the model's dtype; in that or in fp32; the same, and left in fp32 by a cast; always in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Param:
     aliases: tuple[str, ...] = ()
     """Names that other layer specs give the same tensor."""
     precision: str = MODEL
-    """MODEL, EITHER or FP32. `--dtype` leaves what is fp32 by FP32 or EITHER alone unless told otherwise."""
+    """MODEL, WIDER, EITHER or FP32. `--dtype` leaves fp32 of EITHER and FP32 alone unless told otherwise."""
     vocab: int | None = None
     """Rows of the true vocabulary, where the rows past it are padding."""
     shift: int = 0

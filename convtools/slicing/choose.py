@@ -5,7 +5,7 @@ not follow it, other layers of the same kinds are tried, and more of them, cheap
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from convtools.errors import ConfigError
 from convtools.slicing.selection import Chosen, Kind, candidates, cover
@@ -14,10 +14,16 @@ ASKED = "asked for"
 """Why a layer is kept that the user listed."""
 ADDED = "added, for the config cannot say what the others are without it"
 """Why a layer is kept beside those that cover the model."""
+SAID = " that the config can say"
+"""Behind the kind that a layer was chosen for, where there are cheaper ones that no config describes."""
 _MOST_TRIED = 5000
-_MOST_RUNS = 6
-"""Runs of one kind that are tried: the cheapest."""
+_MOST_RUNS = 8
+"""Runs of one kind that are tried: half of them the cheapest, and half the last, which others may lean on."""
 
+_MOST_ADDED = 3
+
+_State = tuple[tuple[int, ...], tuple[int, ...]]
+"""Which of its runs each kind has, and further layers."""
 Check = Callable[[Sequence[int]], None]
 """Raises ConfigError where a selection cannot be said."""
 
@@ -31,7 +37,7 @@ def choose(how: str, kinds: Sequence[Kind], nbytes: Sequence[int], check: Check)
     except ConfigError as error:
         for other in _others(how, kinds, nbytes) if how != "pairs" else ():
             if _passes(check, other):
-                return other
+                return tuple(run if run.why == ADDED else run._replace(why=run.why + SAID) for run in other)
         raise error
 
 
@@ -44,41 +50,52 @@ def _passes(check: Check, chosen: Sequence[Chosen]) -> bool:
 
 
 def _others(how: str, kinds: Sequence[Kind], nbytes: Sequence[int]) -> list[tuple[Chosen, ...]]:
-    """Selections that cover the model, cheapest first: other layers of each kind, and further layers.
-
-    The last ones tried are runs of neighbours, which keep what a period or a threshold says.
-    """
+    """Selections that cover the model, cheapest first: others of each kind, more layers, neighbours."""
     runs = candidates(how, kinds)
-    names = list(runs)
-    options = [sorted(runs[name], key=lambda run: (_cost([run], nbytes), run))[:_MOST_RUNS] for name in names]
-    found: list[tuple[Chosen, ...]] = []
+    options: list[list[Chosen]] = []
+    for kind, some in runs.items():
+        cheapest = sorted(some, key=lambda run: (_cost([run], nbytes), run))[: _MOST_RUNS // 2]
+        tried = {*cheapest, *sorted(some)[-_MOST_RUNS // 2 :]}
+        options.append([Chosen(r, kind) for r in sorted(tried, key=lambda run: (_cost([run], nbytes), run))])
+    found = {
+        *_search(options, nbytes, added=0),
+        *_search(options, nbytes, added=_MOST_ADDED),
+        *_neighbours(runs, len(kinds), nbytes),
+    }
+    smaller = [some for some in found if sum(len(run.layers) for run in some) < len(kinds)]  # all is no slice
+    return sorted(smaller, key=lambda some: (_cost([run.layers for run in some], nbytes), some))
+
+
+def _search(
+    options: Sequence[Sequence[Chosen]], nbytes: Sequence[int], *, added: int
+) -> Iterator[tuple[Chosen, ...]]:
+    """One run of each kind, with up to `added` more layers: the cheapest first, not without end."""
 
     def made(picks: Sequence[int], more: Sequence[int]) -> tuple[Chosen, ...]:
-        out = {option[pick]: name for option, pick, name in zip(options, picks, names, strict=True)}
-        held = {i for run in out for i in run}
-        out |= {(i,): ADDED for i in more if i not in held}
-        return tuple(Chosen(run, why) for run, why in sorted(out.items()))
+        out = [option[pick] for option, pick in zip(options, picks, strict=True)]
+        held = {i for run in out for i in run.layers}
+        return tuple(sorted([*out, *(Chosen((i,), ADDED) for i in more if i not in held)]))
 
-    start: tuple[tuple[int, ...], tuple[int, ...]] = ((0,) * len(names), ())
-    heap: list[tuple[int, tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]] = [(0, (), start)]
+    start: _State = ((0,) * len(options), ())
+    heap: list[tuple[int, tuple[int, ...], _State]] = [(0, (), start)]
     seen = {start}
     for _ in range(_MOST_TRIED):
         if not heap:
-            break
+            return
         _, _, (picks, more) = heapq.heappop(heap)
-        some = made(picks, more)
-        if sum(len(run.layers) for run in some) < len(kinds):  # all of it is no slice
-            found.append(some)
-        steps = [((*picks[:k], picks[k] + 1, *picks[k + 1 :]), more)
-                 for k in range(len(picks)) if picks[k] + 1 < len(options[k])]  # fmt: skip
-        if len(more) < 3:
-            steps += [(picks, (*more, i)) for i in range(more[-1] + 1 if more else 0, len(kinds))]
+        yield made(picks, more)
+        steps: list[_State] = [
+            ((*picks[:k], picks[k] + 1, *picks[k + 1 :]), more)
+            for k in range(len(picks))
+            if picks[k] + 1 < len(options[k])
+        ]
+        if len(more) < added:
+            steps += [(picks, (*more, i)) for i in range(more[-1] + 1 if more else 0, len(nbytes))]
         for step in steps:
             if step not in seen and len(seen) < 4 * _MOST_TRIED:
                 seen.add(step)
                 layers = tuple(i for run in made(*step) for i in run.layers)
                 heapq.heappush(heap, (sum(nbytes[i] for i in layers), layers, step))
-    return found + _neighbours(runs, len(kinds), nbytes)
 
 
 def _neighbours(

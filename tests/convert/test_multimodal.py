@@ -17,7 +17,7 @@ from tests.tensors import Content, differences, read_hf, read_rank
 TEXT: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 16, "vocab_size": 40,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24,
-    "max_position_embeddings": 64, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "dtype": "bfloat16",
     "rope_parameters": {"rope_theta": 1234567.0, "rope_type": "default"},
 }  # fmt: skip
 TOWER: Tensors = {
@@ -72,7 +72,7 @@ def assert_same(src: Path, back: Path) -> None:
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 24, "vocab_size": 40, "max_position_embeddings": 64, "rope_theta": 1e4,
+    "intermediate_size": 24, "vocab_size": 40, "max_position_embeddings": 64,
 }  # fmt: skip
 VISION = {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 16, "num_heads": 2, "depth": 1}
 TILES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

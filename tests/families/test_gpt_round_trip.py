@@ -11,7 +11,7 @@ from tests.tensors import differences, read_hf, read_rank
 
 BASE: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 10, "vocab_size": 23, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 14, "max_position_embeddings": 64, "rope_theta": 1e4,
+    "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 14, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6, "rope_theta": 5e5,
 }  # fmt: skip
 
@@ -46,13 +46,15 @@ def inventory(config: dict[str, Any]) -> Tensors:
         else:
             out |= {f"{at}mlp.{x}_proj.weight": (14, 10) for x in ("gate", "up")}
             out[f"{at}mlp.down_proj.weight"] = (10, 14)
+        if config.get("mlp_bias"):
+            out |= {f"{at}mlp.{x}_proj.bias": (n,) for x, n in (("gate", 14), ("up", 14), ("down", 10))}
     if not config.get("tie_word_embeddings"):
         out["lm_head.weight"] = (23, 10)
     return {n: ("BF16", shape) for n, shape in out.items()}
 
 
 CASES = {
-    "llama with biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True},
+    "llama with biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
     "llama tied": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
     "mistral": {"architectures": ["MistralForCausalLM"]},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},

@@ -399,7 +399,9 @@ def test_a_tied_models_head_is_a_copy_only_where_the_file_has_one() -> None:
 # --- against checkpoints that real Megatron-Bridge wrote --------------------------------------------
 
 
-@pytest.mark.parametrize("case", sorted({x.case_root for x in layouts("nemotron") if x.hf}), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "case", sorted({x.case_root for x in layouts("nemotron") if x.hf}), ids=lambda p: p.name
+)
 def test_names_and_shapes_are_those_of_a_real_checkpoint(case: Path) -> None:
     folder = case / "hf"
     spec = nemotron_h.parse(json.loads((folder / "config.json").read_text()))

@@ -21,7 +21,8 @@ NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForC
 
 ROWS: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 2, "vocab_size": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 3, "intermediate_size": 4, "max_position_embeddings": 8, "rope_theta": 1e4,
+    "num_key_value_heads": 2, "head_dim": 3, "intermediate_size": 4, "max_position_embeddings": 8,
+    "rope_theta": 1e4,
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 2,
     "linear_value_head_dim": 3, "linear_conv_kernel_dim": 2, "rms_norm_eps": 1e-6,
     "layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": False,

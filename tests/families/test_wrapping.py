@@ -192,7 +192,7 @@ def test_groups_of_outside_tensors() -> None:
         ({"rope_theta": 5e5}, 5e5),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, 5e5),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 7e4}, "sliding_attention": {"rope_theta": 7e4}}}, 7e4),
+        ({"rope_parameters": {"full": {"rope_theta": 7e4}, "sliding": {"rope_theta": 7e4}}}, 7e4),
     ],
 )  # fmt: skip
 def test_b13_rope_theta_in_both_spellings(config: dict[str, Any], theta: float) -> None:
@@ -205,7 +205,7 @@ def test_b13_rope_theta_in_both_spellings(config: dict[str, Any], theta: float) 
         {},
         {"rope_theta": None, "rope_parameters": {"rope_type": "default"}},
         {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        {"rope_parameters": {"full": {"rope_theta": 1e6}, "sliding": {"rope_theta": 1e4}}},
     ],
 )
 def test_b13_a_base_that_is_missing_or_not_one_is_refused(config: dict[str, Any]) -> None:

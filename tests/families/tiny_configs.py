@@ -76,7 +76,8 @@ class Tiny:
 
 GPT: Config = {
     "num_hidden_layers": 4, "hidden_size": 22, "vocab_size": 37, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26, "max_position_embeddings": 64, "rope_theta": 1e4,
+    "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26, "max_position_embeddings": 64,
+    "rope_theta": 1e4,
     "tie_word_embeddings": False,
 }  # fmt: skip
 TIED: Config = {"tie_word_embeddings": True}
@@ -212,7 +213,8 @@ def qwen_next_moe(s: Sizes) -> Config:
 
 QWEN_NEXT: Config = {
     "num_hidden_layers": 4, "hidden_size": 22, "vocab_size": 37, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26, "max_position_embeddings": 64, "rope_theta": 1e4,
+    "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26, "max_position_embeddings": 64,
+    "rope_theta": 1e4,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
     "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "tie_word_embeddings": False,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -229,7 +231,8 @@ TINY: dict[str, Tiny] = {
         {
             "model_type": "deepseek_v2", "num_hidden_layers": 4, "hidden_size": 24, "vocab_size": 37,
             "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 26,
-            "max_position_embeddings": 64, "rope_theta": 1e4, "first_k_dense_replace": 1, "q_lora_rank": 9, "kv_lora_rank": 12,
+            "max_position_embeddings": 64, "first_k_dense_replace": 1, "q_lora_rank": 9, "kv_lora_rank": 12,
+            "rope_theta": 1e4,
             "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 6,
             "moe_intermediate_size": 14, "n_shared_experts": 3, "n_group": 2, "topk_group": 1,
             "num_experts_per_tok": 2, "tie_word_embeddings": False,
@@ -243,7 +246,8 @@ TINY: dict[str, Tiny] = {
         {
             "model_type": "deepseek_v3", "num_hidden_layers": 4, "hidden_size": 22, "vocab_size": 37,
             "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 26,
-            "max_position_embeddings": 64, "rope_theta": 1e4, "first_k_dense_replace": 1, "q_lora_rank": 9, "kv_lora_rank": 13,
+            "max_position_embeddings": 64, "first_k_dense_replace": 1, "q_lora_rank": 9, "kv_lora_rank": 13,
+            "rope_theta": 1e4,
             "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 6,
             "moe_intermediate_size": 14, "n_shared_experts": 3, "n_group": 2, "topk_group": 1,
             "num_experts_per_tok": 2, "num_nextn_predict_layers": 0,
@@ -273,7 +277,7 @@ TINY: dict[str, Tiny] = {
     ),
     "LlamaForCausalLM": Tiny(
         GPT | {"model_type": "llama", "hidden_size": 18},  # heads must divide it
-        vary("attention_bias", "mlp_bias"),
+        lambda s: gpt(s) | dict.fromkeys(("attention_bias", "mlp_bias"), s.flag()),  # Megatron: all or none
         variants=({"attention_bias": True, "mlp_bias": True}, TIED),
         spellings=TIED_HEAD,
     ),
@@ -300,7 +304,8 @@ TINY: dict[str, Tiny] = {
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 26,
             "mamba_num_heads": 4, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 7, "conv_kernel": 3,
             "n_routed_experts": 6, "moe_intermediate_size": 14, "moe_shared_expert_intermediate_size": 18,
-            "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "max_position_embeddings": 64, "rope_theta": 1e4,
+            "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "max_position_embeddings": 64,
+            "rope_theta": 1e4,
             "tie_word_embeddings": False,
         },
         nemotron,
@@ -321,8 +326,8 @@ TINY: dict[str, Tiny] = {
     ),
     "Qwen3ForCausalLM": Tiny(
         GPT | {"model_type": "qwen3"},
-        vary("attention_bias"),
-        ({"attention_bias": True}, TIED),
+        vary(),
+        ({}, TIED),
         TIED_HEAD,
     ),
     "Qwen3MoeForCausalLM": Tiny(
@@ -331,8 +336,8 @@ TINY: dict[str, Tiny] = {
             "model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 14,
             "num_experts_per_tok": 2,
         },
-        lambda s: sparse(s) | {"attention_bias": s.flag()},
-        ({}, TIED | {"attention_bias": True, "decoder_sparse_step": 2}),
+        sparse,
+        ({}, TIED | {"decoder_sparse_step": 2}),
         EXPERTS,
     ),
     "Qwen3NextForCausalLM": Tiny(

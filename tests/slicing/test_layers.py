@@ -77,6 +77,15 @@ def test_layers_without_tensors_b68() -> None:
         find_layers(names("model.layers.", 11), {"num_hidden_layers": 13}, "model.layers")
 
 
+@pytest.mark.parametrize("count", [10**12, 10**30, 0, -1, True, "4"])
+def test_a_count_that_cannot_be_is_refused_at_once(count: Any) -> None:
+    if type(count) is not int:
+        assert find_layers(names("model.layers.", 4), {"num_hidden_layers": count}).count == 4
+        return
+    with pytest.raises(ConvtoolsError):
+        find_layers(names("model.layers.", 4), {"num_hidden_layers": count})
+
+
 def test_a_count_that_the_config_does_not_say() -> None:
     assert layer_count({}) is None
     assert find_layers(names("model.layers.", 4), {}).count == 4
@@ -175,7 +184,10 @@ def chosen(text: dict[str, Any], found: list[Kind], nbytes: list[int]) -> list[t
 def test_the_cheapest_layers_that_the_config_can_say() -> None:
     """Every second layer MoE, while the cheapest layers of the two kinds follow no such rule."""
     jamba = {"num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1, "num_hidden_layers": 6}
-    assert chosen(jamba, [A, B] * 3, [9, 1, 1, 2, 1, 2]) == [((1,), "a + MoE"), ((2,), "a + dense")]
+    assert chosen(jamba, [A, B] * 3, [9, 1, 1, 2, 1, 2]) == [
+        ((1,), "a + MoE"),
+        ((2,), "a + dense"),
+    ]
     deepseek = {"first_k_dense_replace": 2, "num_hidden_layers": 5}
     assert chosen(deepseek, [A, A, B, B, B], [3, 2, 9, 8, 8]) == [((1,), "a + dense"), ((3,), "a + MoE")]
     moe = [Kind(mixer, "MoE") for mixer in "xyz"]
@@ -183,6 +195,15 @@ def test_the_cheapest_layers_that_the_config_can_say() -> None:
     made = chosen(jamba | {"num_hidden_layers": 8}, found, [1, 5] * 4)
     assert [run for run, _ in made] == [(1,), (2,), (3,), (4,), (5,)]
     assert [why for _, why in made].count(ADDED) == 1
+    assert [why for _, why in made].count("y + MoE that the config can say") == 1
+
+
+def test_layers_that_share_keys_and_values_bring_those_they_take_them_from() -> None:
+    """Gemma 3n: any own layer covers its kind, but the sharing ones need the last of each type."""
+    types = ["full_attention" if i % 5 == 4 else "sliding_attention" for i in range(30)]
+    text = {"num_hidden_layers": 30, "num_kv_shared_layers": 10, "layer_types": types}
+    found = [Kind(f"{words} {'shared' if i >= 20 else 'own'}", "dense") for i, words in enumerate(types)]
+    assert [run for run, _ in chosen(text, found, [3] * 30)] == [(18,), (19,), (20,), (24,)]
 
 
 def test_where_no_choice_can_be_said_the_reason_is_given() -> None:

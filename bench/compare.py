@@ -1,0 +1,150 @@
+"""How fast `compare` is, side by side in one run on a warm page cache, and what memory it takes.
+
+    python bench/compare.py [--gb 1] [--rounds 5] [--scratch DIR]
+
+`cmp` and `memcmp` compare the same bytes: `cmp` the files of two Hugging Face folders one after the other,
+`memcmp` the same number of bytes that already lie in memory, on as many threads as `compare` has.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from bench.bench import config_of, convert, warm  # noqa: E402
+from tests.nemotron_checkpoints import write_hf  # noqa: E402
+
+_COMPARE = """
+import json, re, sys, time
+from convtools import CompareOptions, compare
+began = time.perf_counter()
+found = compare(sys.argv[1], sys.argv[2], CompareOptions(workers=int(sys.argv[3])))
+seconds = time.perf_counter() - began
+assert found.equal is True, found.verdict
+peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())  # of this program alone, since its exec
+print(json.dumps([seconds, int(peak[1]) * 1024]))
+"""
+
+
+def compared(a: Path, b: Path, workers: int) -> tuple[float, int]:
+    """(seconds of `compare`, peak RSS) in a process of its own."""
+    command = [sys.executable, "-c", _COMPARE, str(a), str(b), str(workers)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=HERE.parent)
+    seconds, peak = json.loads(done.stdout)
+    return seconds, peak
+
+
+def cmp_files(a: Path, b: Path) -> float:
+    """Seconds of `cmp`, file by file."""
+    began = time.perf_counter()
+    for path in sorted(a.glob("*.safetensors")):
+        subprocess.run(["cmp", path, b / path.name], check=True)
+    return time.perf_counter() - began
+
+
+class InMemory:
+    """Two buffers of the checkpoint's size, compared by `memcmp` on threads."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = min(nbytes, 1 << 30)
+        self.a, self.b = bytearray(os.urandom(1 << 20)) * (self.nbytes >> 20), bytearray()
+        self.b = bytearray(self.a)
+        self.scale = nbytes / len(self.a)
+        self.at = [ctypes.addressof(ctypes.c_char.from_buffer(x)) for x in (self.a, self.b)]
+        self.memcmp = ctypes.CDLL(None).memcmp
+        self.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+    def run(self, workers: int) -> float:
+        """Seconds for as many bytes as the checkpoint has."""
+        part = len(self.a) // workers
+        began = time.perf_counter()
+        with ThreadPoolExecutor(workers) as pool:
+            jobs = [
+                pool.submit(self.memcmp, self.at[0] + i * part, self.at[1] + i * part, part)
+                for i in range(workers)
+            ]
+            assert not any(job.result() for job in jobs)
+        return (time.perf_counter() - began) * self.scale
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scratch", type=Path)
+    options = parser.parse_args()
+    scratch = Path(tempfile.mkdtemp(dir=options.scratch))
+    try:
+        measure(scratch, options.gb, options.rounds)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def measure(scratch: Path, gigabytes: float, rounds: int) -> None:
+    """All cases in turn, the best of all rounds."""
+    a, b, dist, legacy = (scratch / name for name in ("a", "b", "dist", "legacy"))
+    write_hf(a, config_of(gigabytes))
+    shutil.copytree(a, b)
+    convert(a, dist, "--to", "torch_dist", "--tp", "2", "--pp", "2", "--ep", "2", "--no-fsync")
+    convert(a, legacy, "--to", "torch", "--tp", "2", "--pp", "2", "--ep", "2", "--no-fsync")
+    nbytes = sum(path.stat().st_size for path in a.glob("*.safetensors"))
+    memory = InMemory(nbytes)
+    cores = os.cpu_count() or 1
+    peaks: dict[str, int] = {}
+
+    def measured(name: str, other: Path, workers: int) -> Callable[[], float]:
+        def run() -> float:
+            seconds, peak = compared(a, other, workers)
+            peaks[name] = max(peaks.get(name, 0), peak)
+            return seconds
+
+        return run
+
+    cases: dict[str, Callable[[], float]] = {
+        "cmp, file by file": lambda: cmp_files(a, b),
+        "memcmp in memory, 1 thread": lambda: memory.run(1),
+        f"memcmp in memory, {cores} threads": lambda: memory.run(cores),
+    }
+    for workers in dict.fromkeys((1, cores)):
+        for name, other in (
+            ("HF and HF", b),
+            ("HF and torch_dist tp2 pp2 ep2", dist),
+            ("HF and torch tp2 pp2 ep2", legacy),
+        ):
+            label = f"{name}, {workers} thread{'s' if workers > 1 else ''}"
+            cases[label] = measured(label, other, workers)
+    best: dict[str, float] = {}
+    for root in (a, b, dist, legacy):
+        warm(root)
+    for _ in range(rounds):
+        for name, run in cases.items():
+            best[name] = min(best.get(name, 9e9), run())
+    print(f"\n{nbytes / 1e9:.2f} GB a side, best of {rounds}, warm page cache\n")
+    print("| what | GB/s a side | times as fast as `cmp` | of `memcmp` | of HF and HF | peak RSS |")
+    print("|---|---|---|---|---|---|")
+    for name, seconds in best.items():
+        threads = 1 if name.endswith("1 thread") or name.startswith("cmp") else cores
+        memcmp = best["memcmp in memory, 1 thread" if threads == 1 else f"memcmp in memory, {cores} threads"]
+        hf = best["HF and HF, 1 thread" if threads == 1 else f"HF and HF, {cores} threads"]
+        took = f"{seconds / hf:.2f}" if name.startswith("HF") else ""
+        rss = f"{peaks[name] / 1e6:.0f} MB" if name in peaks else ""
+        print(
+            f"| {name} | {nbytes / seconds / 1e9:.2f} | {best['cmp, file by file'] / seconds:.2f} "
+            f"| {memcmp / seconds:.2f} | {took} | {rss} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
