@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
+from convtools.cli.progress import progress_bar
 from convtools.cli.render import print_report
 
 
@@ -94,22 +93,10 @@ def command(
     from convtools.conversion.options import Options
 
     options = Options(iteration=iteration, max_shard_size=max_shard_size, **choices)
-    report = convert(src, dst, options, None if as_json else _bar)
+    report = convert(src, dst, options, None if as_json else progress_bar)
     if int(os.environ.get("RANK", "0")):
         return
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:
         print_report(report)
-
-
-@contextmanager
-def _bar(nbytes: int) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=nbytes)
-        yield lambda n: progress.update(task, advance=n)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +81,9 @@ def _print(report: "SliceReport") -> None:
     from convtools.errors import capped, printable
     from convtools.slicing.choose import ADDED, ASKED
 
-    console = Console()
+    # into a file or a pipe lines are as long as they are, without the blanks that fill up a table
+    wide = not sys.stdout.isatty()
+    console = Console(file=StringIO(), width=10_000, color_system=None) if wide else Console()
     layers = Table(box=None, pad_edge=False)
     for heading, justify in (
         ("layer", "right"),
@@ -93,7 +97,9 @@ def _print(report: "SliceReport") -> None:
         why = line.why if line.why in (ASKED, ADDED) else f"the cheapest {line.why}"
         more = f"{why}; {line.others} more like it" if line.others else f"{why}; the only one"
         layers.add_row(str(line.layer), str(line.source), Text(line.kind), Text(more), human(line.nbytes))
-    mtp = f"{report.mtp_tensors} tensors of it MTP" if report.mtp_tensors else ""
+    count = report.mtp_tensors
+    are = "is" if count == 1 else "are"
+    mtp = f"{count} of the tensors {are} the MTP head's" if count else ""
     layers.add_row("", "", "outside the layers", mtp, human(report.other_nbytes))
     console.print(layers, soft_wrap=True)
     console.print()
@@ -102,9 +108,10 @@ def _print(report: "SliceReport") -> None:
     facts.add_column(overflow="fold")
     did = "would be written" if report.dry_run else "written"
     revision = f" at {report.revision[:12]}" if report.revision else ""
+    files = f"{report.files} file{'s' * (report.files != 1)} of weights"
     rows = [
         ("source", f"{report.source}{revision} ({report.source_format}), {report.source_layers} layers"),
-        (did, f"{report.target}: {report.tensors} tensors, {human(report.nbytes)} in {report.files} files"),
+        (did, f"{report.target}: {report.tensors} tensors, {human(report.payload_nbytes)} in {files}"),
         ("checked", report.checked),
     ]
     if report.fetched_nbytes is not None:
@@ -123,3 +130,5 @@ def _print(report: "SliceReport") -> None:
     for label, text in rows:
         facts.add_row(f"[bold]{label}[/]", Text(printable(text)))
     console.print(facts, soft_wrap=True)
+    if isinstance(console.file, StringIO):
+        click.echo("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()))

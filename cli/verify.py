@@ -18,11 +18,19 @@ from convtools.cli.render import human
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(path: Path, source: str | None, workers: int, as_json: bool) -> None:
-    """Check that every tensor of checkpoint PATH is what its manifest says. Exits with 1 where one is not."""
-    from convtools.errors import printable
+    """Check that config.json and every tensor of checkpoint PATH are what its manifest says.
+
+    Exits with 0 where all is whole, with 1 where something is not, and with 2 where that could not be found
+    out: no manifest, no checkpoint, files that cannot be read.
+    """
+    from convtools.errors import ConvtoolsError, printable
     from convtools.slicing.verification import verify_slice
 
-    found = verify_slice(path, source, workers=workers)
+    try:
+        found = verify_slice(path, source, workers=workers)
+    except (ConvtoolsError, OSError) as error:
+        click.echo(f"error: {printable(str(error))}", err=True)
+        sys.exit(2)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2))
     else:
@@ -31,8 +39,9 @@ def command(path: Path, source: str | None, workers: int, as_json: bool) -> None
             click.echo(printable(f"{fault.tensor}: {fault.what}"))
         if len(found.faults) > 50:
             click.echo(f"... and {len(found.faults) - 50} more")
-        verdict = "whole" if found.whole else f"{len(found.faults)} faults"
-        click.echo(
-            printable(f"{verdict}: {found.tensors} tensors, {human(found.nbytes)}, compared with {against}")
-        )
+        count = len(found.faults)
+        verdict = "whole" if found.whole else f"{count} fault{'s' * (count != 1)}"
+        config = "and config.json" if found.config_covered else "(config.json not: the manifest has no hash)"
+        what = f"{found.tensors} tensors {config}, {human(found.nbytes)}, compared with {against}"
+        click.echo(printable(f"{verdict}: {what}"))
     sys.exit(0 if found.whole else 1)

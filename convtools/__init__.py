@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from convtools.conversion.options import Options
     from convtools.conversion.report import Report
     from convtools.equality.compare import compare
+    from convtools.equality.fingerprint_store import fingerprint
     from convtools.equality.live import Shards
     from convtools.equality.options import CompareOptions
     from convtools.equality.verdict import Comparison
@@ -34,6 +35,7 @@ _HOME = {
     "SliceReport": "convtools.slicing.report",
     "compare": "convtools.equality.compare",
     "convert": "convtools.conversion.api",
+    "fingerprint": "convtools.equality.fingerprint_store",
     "inspect": "convtools.inspection",
     "open_source": "convtools.conversion.api",
     "slice_checkpoint": "convtools.slicing.build",
@@ -42,8 +44,8 @@ _HOME = {
 
 __all__ = [
     "CompareOptions", "Comparison", "ConvtoolsError", "Inspection", "Options", "Report", "Shards",
-    "SliceOptions", "SliceReport", "compare", "convert", "inspect", "open_source", "slice_checkpoint",
-    "verify_slice",
+    "SliceOptions", "SliceReport", "compare", "convert", "fingerprint", "inspect", "open_source",
+    "slice_checkpoint", "verify_slice",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

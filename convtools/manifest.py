@@ -73,6 +73,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layer `i` here is layer `layers[i]` of the source; None where layers were not chosen."""
     notes: list[str] = []
     """What a reader should know."""
+    config: str | None = None
+    """The `xxh3-128` of config.json's bytes; None where it is not covered."""
     schema: str = SCHEMA
 
 
@@ -96,6 +98,8 @@ def encode(manifest: Manifest) -> bytes:
         "layers": manifest.layers,
         "notes": manifest.notes,
     }
+    if manifest.config is not None:
+        head["config"] = manifest.config
     lines = [f' "{key}": {_json(value)},' for key, value in head.items()]
     tensors = [
         f"  {_json(name)}: {_json(msgspec.to_builtins(manifest.tensors[name]))}"
@@ -149,6 +153,13 @@ def hash_tensor(path: Path, offset: int, nbytes: int) -> str:
         return hash_range(file.fileno(), offset, nbytes, path)
 
 
+def hash_bytes(raw: bytes) -> str:
+    """The `xxh3-128` of bytes in memory."""
+    import xxhash
+
+    return str(xxhash.xxh3_128(raw).hexdigest())
+
+
 def hash_range(fd: int, offset: int, nbytes: int, path: Path) -> str:
     """The same of an open file; `path` is for messages. Raises CheckpointError."""
     import xxhash
@@ -184,6 +195,8 @@ def _check(manifest: Manifest, path: Path) -> None:
     for text in texts:
         if len(text) > _MAX_TEXT or not is_unicode(text):
             raise _bad(path, "a text is too long, or not valid Unicode", found=tick(text))
+    if manifest.config is not None and (fault := _hash_fault({XXH3: manifest.config})):
+        raise _bad(path, f"`config`: {fault}")
     layers = manifest.layers or []
     if manifest.schema != SCHEMA or len(layers) > _MAX_LAYERS or any(not 0 <= n < 2**31 for n in layers):
         raise _bad(path, "its schema or its layers cannot be", found=tick(layers[:12]))

@@ -80,7 +80,7 @@ def _derived(args: dict[str, Any], shapes: Shapes, origin: str) -> HFSide:
         if not missing:
             text = json.dumps(config, indent=2).encode() + b"\n"
             return HFSide(config, text, family, None, (), None, Wrapping(), f"derived from {origin}")
-        problems.append(f"{name}: {', '.join(missing)}")
+        problems.append(f"{name}: {', '.join(name[:200] for name in missing[:20])}")
     raise ConfigError(
         f"config.json cannot be derived from {origin}",
         expected="every field the model needs",

@@ -55,9 +55,9 @@ class Asker:
         dtype = pair.dtype
         if said := of_values(a, b, dtype):
             return said
-        if pair.dtype == self._lanes.a.dtypes[pair.a] == self._lanes.b.dtypes[pair.b]:
-            if said := self._elsewhere(pair, meter):
-                return said
+        one_dtype = dtype == self._lanes.a.dtypes[pair.a] == self._lanes.b.dtypes[pair.b]
+        if one_dtype and (said := self._elsewhere(pair, meter)):
+            return said
         if parts(dtype) == 1 and (said := reordered(a, b, pair.name)):
             return said
         return of_specials(a, b, dtype)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from convtools.equality import hashes
-from convtools.equality.canonical import Canonical, Side, align, open_side
+from convtools.equality.alignment import align
+from convtools.equality.canonical import Side, open_side
 from convtools.equality.causes import Asker
 from convtools.equality.conclusion import conclude
 from convtools.equality.difference import Meter
@@ -120,8 +121,8 @@ def _by_bytes(lanes: Lanes, pairs: dict[str, Pair], options: CompareOptions) -> 
             results[pair.name] = result(pair.name, IDENTICAL, a, b, pair, elements=elements(pair))
     asker = Asker(lanes, most=MOST_CAUSES if options.causes else 0)
     left = [pair for pair in pairs.values() if pair.name in unequal and pair.name not in faults]
-    for one in lanes.each(lambda pair: _measured(lanes, pair, options, asker), left):
-        results[one.name] = one
+    for measured in lanes.each(lambda pair: _measured(lanes, pair, options, asker), left):
+        results[measured.name] = measured
     return results
 
 
@@ -143,7 +144,8 @@ def _measured(lanes: Lanes, pair: Pair, options: CompareOptions, asker: Asker) -
         cause = f"the same values as {pair.dtype}; the dtypes differ, and were ignored"
     verdict = DIFFERS if meter.different else CLOSE
     if pair.tied and verdict == DIFFERS:
-        cause = f"one side repeats `{pair.b if pair.a == pair.name else pair.a}` here, and the copy is not the same"
+        of = pair.b if pair.a == pair.name else pair.a
+        cause = f"one side repeats `{of}` here, and the copy is not the same"
     return result(
         pair.name, verdict, a, b, pair,
         elements=elements(pair), different=meter.different if verdict == DIFFERS else 0,

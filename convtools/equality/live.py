@@ -44,7 +44,7 @@ class LiveBytes:
     """Name -> (device, first address, bytes) of the memory behind it, where that is known."""
 
     def store(self, name: str, tensor: Any) -> StoredTensor:
-        """A live tensor as the stores' readers see it. Raises UsageError for what is no tensor of a known dtype."""
+        """A live tensor as the stores' readers see it. Raises UsageError for what is none."""
         dtype, shape = _dtype(name, tensor), tuple(int(n) for n in tensor.shape)
         path = Path(f"{MEMORY}{len(self.memory)}")
         self.memory[path] = lambda: _bytes(tensor)
@@ -82,7 +82,7 @@ def _bytes(tensor: Any) -> Any:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
         return memoryview(flat.numpy()).cast("B")
     whole = np.ascontiguousarray(tensor)
-    return memoryview(whole.reshape(-1).view("u1"))
+    return whole.reshape(-1).view("u1").data
 
 
 def named_tensors(value: Any) -> Named | None:

@@ -50,7 +50,12 @@ def values(raw: "Array", dtype: str) -> "Array":
             return raw.view(f"<f{raw.itemsize}").astype("<f8")
     if dtype in EIGHT_BIT:
         return np.asarray(_table(dtype))[raw]
-    return raw.view(_SIGNED.get(dtype, raw.dtype)).astype("<f8")
+    return _whole(raw, dtype).astype("<f8")
+
+
+def _whole(raw: "Array", dtype: str) -> "Array":
+    """The bits of an integer dtype as its numbers."""
+    return raw.view(_SIGNED[dtype]) if dtype in _SIGNED else raw
 
 
 @lru_cache(maxsize=8)
@@ -113,7 +118,7 @@ def _ordered(raw: "Array", dtype: str) -> "Array":
         return np.where(wide < 0, lowest - wide, wide)
     if dtype == "U64":
         return raw  # compared as unsigned
-    return raw.view(_SIGNED.get(dtype, raw.dtype)).astype("<i8")
+    return _whole(raw, dtype).astype("<i8")
 
 
 def wider(a: str, b: str) -> str | None:
@@ -137,7 +142,7 @@ def widened(data: Any, dtype: str, to: str) -> Any:
         return data
     raw = bits(data, dtype)
     if to == "I64":
-        return raw.view(_SIGNED.get(dtype, raw.dtype)).astype("<i8").data.cast("B")
+        return _whole(raw, dtype).astype("<i8").data.cast("B")
     if dtype == "BF16":
         wide = (raw.astype("<u4") << 16).view("<f4")
     elif dtype in EIGHT_BIT:

@@ -1,4 +1,4 @@
-"""Whether one array is another in a different order, and how to say which order that is. Pure, on raw bits."""
+"""Whether one array is another in a different order, and which order that is, in words. Pure, on raw bits."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ def _transposed(a: "Array", b: "Array") -> str | None:
 
 
 def permutation(a: "Array", b: "Array") -> "Array | None":
-    """p such that b[i] is a[p[i]] for every row, rows that are alike left in place; None where there is none."""
+    """p such that b[i] is a[p[i]] for every row, rows that are alike left in place; None: there is none."""
     import numpy as np
 
     n = len(a)

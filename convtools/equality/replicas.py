@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint stores more than once: every copy must be the same, or the side is not one model."""
+"""Tensors that a checkpoint stores more than once: where its copies differ, the side is not one model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

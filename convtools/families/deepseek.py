@@ -204,7 +204,7 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
         or not args.get("untie_embeddings_and_output_weights", True)
     ):
         return {}, ["another architecture, by its args"]
-    config, _ = derived(
+    config, found = derived(
         args, "DeepseekV3ForCausalLM", **expert_sizes(args), **routing_config(args),
         num_key_value_heads=args.get("num_attention_heads"), kv_lora_rank=args.get("kv_lora_rank"),
         qk_nope_head_dim=args.get("qk_head_dim"), qk_rope_head_dim=args.get("qk_pos_emb_head_dim"),
@@ -213,6 +213,7 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
     )  # fmt: skip
     config.pop("head_dim")
     missing = [name for name, value in config.items() if value is None]
+    missing += [name for name in found if name not in (*config, "head_dim", "rope_scaling")]
     config |= {"model_type": "deepseek_v3", "q_lora_rank": args.get("q_lora_rank"), "rope_scaling": None}
     if (args.get("rope_type") or "yarn") == "yarn":
         yarn = {hf: arg(args, mcore) for hf, mcore in _YARN}

@@ -201,6 +201,8 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
         missing.append(f"norm_epsilon={config['layer_norm_epsilon']!r}, expected {_EPSILON}")
     if args.get("normalization") not in (None, "RMSNorm"):
         missing.append(f"normalization={args['normalization']!r}, expected 'RMSNorm'")
+    if args.get("apply_layernorm_1p") or args.get("layernorm_zero_centered_gamma"):
+        missing.append("apply_layernorm_1p, expected norms that are not centred on zero")
     if args.get("num_layers") not in (None, len(pattern)):
         missing.append(f"num_layers={args['num_layers']!r}, but the pattern has {len(pattern)}")
     return config, missing

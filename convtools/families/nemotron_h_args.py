@@ -1,7 +1,9 @@
 """Nemotron-H's config in Megatron's words, and back."""
 
+from reprlib import repr  # a hostile value is long
 from typing import TYPE_CHECKING, Any
 
+from convtools.families.computed import check_sigmoid_routing, refuse
 from convtools.families.config import Config
 
 if TYPE_CHECKING:
@@ -59,9 +61,9 @@ _CONSTANT = {
 """What Megatron must be told of every Nemotron-H model."""
 
 _FIXED = {k: _CONSTANT[k] for k in ("normalization", "position_embedding_type", "squared_relu", "swiglu")} | {
-    "add_bias_linear": False,
+    "add_bias_linear": False, "apply_layernorm_1p": False, "layernorm_zero_centered_gamma": False,
     "moe_router_score_function": "sigmoid",
-}
+}  # fmt: skip
 """Of these, what args may not contradict."""
 
 _DERIVED = {
@@ -76,8 +78,20 @@ def _first(config: Config, name: str) -> Any:
     return next((config[n] for n in (name, *_ALSO.get(name, ())) if config.get(n) is not None), None)
 
 
+def _check(config: Config, spec: "Spec") -> None:
+    """Raise ConfigError for what Megatron's hybrid layers do not compute."""
+    for name, known in (("mlp_hidden_act", ("relu2",)), ("mamba_hidden_act", ("silu", "swish"))):
+        if config.get(name) not in (None, *known):
+            raise refuse(f"`{name}` is {repr(config[name])}, expected {known[0]}")
+    if spec.attention_bias or spec.mlp_bias:  # which a loader of `torch_dist` would pass over
+        raise refuse("`attention_bias` or `mlp_bias` is true, and its hybrid layers have no such biases")
+    if "E" in spec.text:
+        check_sigmoid_routing(config)
+
+
 def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[str, Any]:
     """The part of Megatron's `args` that config.json, and the depths that have weights, decide."""
+    _check(config, spec)
     # A config that is silent about it may still have weights for one depth only.
     repeated = bool(spec.mtp_repeated) or (spec.mtp_depth > 1 and spelling.mtp_layers == 1)
     args = dict(_CONSTANT)
@@ -127,7 +141,7 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
     }
     if depth:
         config |= {"mtp_hybrid_override_pattern": mtp_pattern or None}
-        if depth > 1:
+        if not isinstance(depth, int) or depth > 1:
             config["mtp_use_repeated_layer"] = bool(args.get("mtp_use_repeated_layer"))
     wrong = [f"{k}={args[k]!r}, expected {v!r}" for k, v in _FIXED.items() if args.get(k) not in (None, v)]
     needed = [

@@ -96,7 +96,10 @@ def hf_config(args: Config, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[st
         f"{key}={args[key]!r}"
         for key, expected in (
             ("attention_output_gate", True), ("position_embedding_type", "rope"), ("qk_layernorm", True),
-            ("add_bias_linear", False), ("normalization", "RMSNorm"),
+            ("add_bias_linear", False), ("normalization", "RMSNorm"), ("softmax_type", "vanilla"),
+            ("glu_linear_offset", 0), ("activation_func_clamp_value", None),
+            ("moe_router_score_function", "softmax"), ("moe_router_enable_expert_bias", False),
+            ("moe_router_topk_scaling_factor", 1), ("moe_router_num_groups", None),
         )
         if args.get(key) not in (None, expected)
     ]  # fmt: skip

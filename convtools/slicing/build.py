@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from convtools.conversion.exactness import check_shifts
@@ -115,6 +116,13 @@ def _publish(origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, 
     return tuple(notes), fetched
 
 
+def _narrowed(origin: Origin, target: Target) -> Origin:
+    """The source with no tensors but those of the slice: tens of thousands of others take memory."""
+    if origin.to_hf is not None:
+        return origin
+    return replace(origin, tensors={piece.b: origin.tensors[piece.b] for piece in target.to_hf.pieces})
+
+
 def _hub_side(origin: Origin) -> Iterator[SideFile]:
     """The small files beside the weights of a repository."""
     if origin.hub is not None:
@@ -128,7 +136,7 @@ def _move(
     origin: Origin, target: Target, staging: Staging, workers: int, tick: Progress, stop: threading.Event
 ) -> tuple[list[PaddingFound], int | None]:
     """Fill the files. Returns (what stood in vocabulary padding, bytes of weights fetched from the Hub)."""
-    resolver = Resolver(origin, target)
+    resolver = Resolver(_narrowed(origin, target), target)
     if origin.hub is not None:
         return [], fetch(origin.hub, resolver, target.files, staging.path, tick, stop)
     runner = Runner(origin, resolver, workers=workers, progress=tick, stop=stop)

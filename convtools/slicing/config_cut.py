@@ -27,6 +27,7 @@ from convtools.slicing.layers import (
     text_part,
 )
 from convtools.slicing.module_names import renumber_modules
+from convtools.slicing.remarks import GONE
 from convtools.slicing.rule import restated
 
 _ASIDE = ("vision", "visual", "audio", "image", "speech")
@@ -58,12 +59,12 @@ class Changes:
         if key in text and text[key] == value and type(text[key]) is type(value):
             return
         before, text[key] = text.get(key), value
-        self.made.append(f"{where}{key}: {_short(before)} -> {_short(value)}")
+        self.made.append(f"{where}{key}: {_short(before)} -> {_short(value, 200)}")
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, most: int = 60) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def cut_config(
@@ -149,7 +150,7 @@ def _rules(text: dict[str, Any], source: dict[str, Any], cut: Cut, changes: Chan
                 rule.meaning(said, i) for i in cut.keep
             }
             if gone := {word for word in gone if word}:
-                changes.notes.append(f"no layer of the slice is any more: {capped(sorted(gone))}")
+                changes.notes.append(f"{GONE}{capped(sorted(gone))}")
 
 
 def _pattern(pattern: str, keep: Sequence[int], drop_mtp: bool) -> str:

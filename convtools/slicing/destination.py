@@ -93,16 +93,22 @@ class Destination:
             raise StorageError(error.what, where=error.where, found=error.found, fix=error.fix) from None
 
 
+def check_destination(repo_id: str, revision: str | None) -> str:
+    """The branch to publish to. Raises UsageError for names that cannot be; asks nobody."""
+    check_repo_id(repo_id)
+    branch = revision or "main"
+    if not _BRANCH.fullmatch(branch) or ".." in branch:
+        raise UsageError("not the name of a branch", found=tick(branch))
+    return branch
+
+
 def find_destination(repo_id: str, revision: str | None, private: bool) -> Destination:
     """Look at the account and the repository; changes nothing.
 
     Raises UsageError for names that cannot be; StorageError without network, without rights, and where
     a repository is public that should be private.
     """
-    check_repo_id(repo_id)
-    branch = revision or "main"
-    if not _BRANCH.fullmatch(branch) or ".." in branch:
-        raise UsageError("not the name of a branch", found=tick(branch))
+    branch = check_destination(repo_id, revision)
     hub = library()
     if hub.constants.HF_HUB_OFFLINE:
         raise StorageError("offline mode is on: nothing can be published", fix="unset HF_HUB_OFFLINE")

@@ -14,7 +14,21 @@ TOPK = ("num_experts_per_tok", "num_experts_per_token",
         "moe_topk", "top_k_experts", "moe_top_k", "experts_per_token",
         "moe_k", "num_selected_experts")  # fmt: skip
 """Config fields that say how many experts a token goes to."""
-GROUPS, GROUP_TOPK = ("n_group", "moe_router_num_groups"), ("topk_group", "moe_router_group_topk")
+GROUPS = ("n_group", "num_expert_group", "moe_router_num_groups")
+GROUP_TOPK = ("topk_group", "moe_router_group_topk")
+_TOP_TWO = frozenset((
+    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text",
+    "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm5_next_text", "glm_moe_dsa", "hy_v4",
+    "hy_v4_vl_text", "kimi_linear", "mimo_v2_flash", "mistral4", "mistral_large4_text", "nemotron_h",
+    "solar_open",
+))  # fmt: skip
+"""`model_type`s whose router adds up the two best experts of each group, also where there is one group."""
+_BEST_ONE = ("greedy", "group_limited_greedy")
+"""`topk_method`s that look at the best expert of a group alone (DeepSeek-V2)."""
+_EIGHT_GROUPS = frozenset(("axk1", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32"))
+"""`model_type`s that have 8 groups, of which 4 are chosen, where the config does not say."""
+_TWO = frozenset(("phimoe",))
+"""`model_type`s whose router picks a first and a second expert, whatever the config says."""
 
 _ROUTER = re.compile(
     r"(^|\.)(gate|router|router_proj|wg)(\.(weight|bias|e_score_correction_bias|expert_bias|linear\.weight"
@@ -105,11 +119,17 @@ def expert_count(text: Mapping[str, Any]) -> int:
     """The number of routed experts of a config. Raises ConfigError, UsageError."""
     said = {key: text[key] for key in COUNTS if type(text.get(key)) is int}
     if not said:
-        lists = [key for key in COUNTS if isinstance(text.get(key), list)]
+        for key in COUNTS:
+            if isinstance(text.get(key), list):
+                raise UsageError(
+                    f"--experts: `{key}` gives each layer a number of its own",
+                    expected="one number of routed experts for all layers",
+                    fix="slice without --experts",
+                )
         raise UsageError(
-            "--experts: the config says of no number of routed experts",
-            expected=f"one of {', '.join(COUNTS)}",
-            found=f"a list in `{lists[0]}`" if lists else "none of them",
+            "--experts: this model has no routed experts",
+            expected=f"their number in config.json, as one of {', '.join(COUNTS)}",
+            found="none of these",
         )
     if len(set(said.values())) > 1:
         raise ConfigError(
@@ -125,14 +145,11 @@ def cut_expert_counts(text: dict[str, Any], keep: int, changes: Changes) -> None
         if type(text.get(key)) is int:
             changes.set(text, key, keep)
     _clip(text, keep, f"a token goes to all {keep} experts", changes)
-    group = next((key for key in GROUPS if type(text.get(key)) is int), None)
-    if group and text[group] > 1:
-        n = next(
-            g for g in range(min(text[group], keep), 0, -1) if keep % g == 0 and (g == 1 or keep // g > 1)
+    if not any(text.get(key) is not None for key in TOPK):
+        changes.notes.append(
+            f"the config does not say how many experts a token goes to: that must not be more than {keep}"
         )
-        if n != text[group]:
-            changes.notes.append(f"`{group}` is clipped: {keep} experts make {n} groups of at least two")
-        changes.set(text, group, n)
+    group = _groups(text, keep, changes)
     for key in GROUP_TOPK:
         if group and type(text.get(key)) is int and text[key] > text[group]:
             changes.set(text, key, text[group])
@@ -140,6 +157,31 @@ def cut_expert_counts(text: dict[str, Any], keep: int, changes: Changes) -> None
     chosen = next((text[key] for key in GROUP_TOPK if type(text.get(key)) is int), groups)
     room = chosen * keep // groups
     _clip(text, room, f"{chosen} of {groups} groups hold {room} experts", changes)
+
+
+def _groups(text: dict[str, Any], keep: int, changes: Changes) -> str | None:
+    """Clip the number of groups; returns the field that says it."""
+    said = [key for key in GROUPS if type(text.get(key)) is int]
+    if not said and text.get("model_type") in _EIGHT_GROUPS:
+        if _most_groups(8, keep) == 8:
+            return None
+        for key, value in (("n_group", 8), ("topk_group", 4)):
+            if text.get(key) is None:
+                text[key] = value  # what the model's code takes for granted, to be clipped
+        said = ["n_group"]
+    for key in said:
+        n = _most_groups(text[key], keep)
+        if n != text[key] and text[key] > 1:
+            parts = f"{n} groups of {keep // n}" if n > 1 else "one group"
+            changes.notes.append(f"`{key}` is clipped: {keep} experts make {parts}")
+            changes.set(text, key, n)
+    return said[0] if said else None
+
+
+def _most_groups(groups: int, keep: int) -> int:
+    """The largest number of groups, up to `groups`, of one size that is at least two."""
+    few = range(min(groups, keep // 2), 1, -1)
+    return next((g for g in few if keep % g == 0), 1)
 
 
 def _clip(text: dict[str, Any], most: int, why: str, changes: Changes) -> None:
@@ -155,7 +197,21 @@ def _clip(text: dict[str, Any], most: int, why: str, changes: Changes) -> None:
             changes.notes.append(f"`{key}` is clipped: {why}")
 
 
-def check_experts(keep: int, count: int) -> None:
-    """Raise UsageError unless `keep` is a number of experts that the model has."""
+def fewest_experts(text: Mapping[str, Any]) -> tuple[int, str]:
+    """The fewest experts that the model's router works with, and why."""
+    model_type = text.get("model_type")
+    if model_type in _TWO:
+        return 2, "the router takes a first and a second expert"
+    grouped = any(type(text.get(key)) is int for key in GROUPS) and model_type != "deepseek_v2"
+    if model_type in _TOP_TWO or (grouped and text.get("topk_method") not in _BEST_ONE):
+        return 2, "the router takes the top 2 of each group"
+    return 1, ""
+
+
+def check_experts(keep: int, count: int, text: Mapping[str, Any]) -> None:
+    """Raise UsageError unless `keep` is a number of experts that the model has, and can run with."""
+    least, why = fewest_experts(text)
+    if 1 <= keep < least:
+        raise UsageError(f"--experts {keep} are too few", expected=f"at least {least}: {why}")
     if not 1 <= keep <= count:
-        raise UsageError(f"--experts {keep}", expected=f"1 to {count}: the model has {count}")
+        raise UsageError(f"--experts {keep}", expected=f"{least} to {count}: the model has {count}")

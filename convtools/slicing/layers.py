@@ -27,6 +27,7 @@ NESTED = ("text_config", "llm_config", "language_config")
 _STACK = re.compile(r"((?:[^.\d][^.]*\.)*?)(\d{1,6})\.(.+)", re.ASCII)
 _STACK_WORDS = ("layers", "h", "blocks", "block", "layer")
 _ASIDE = re.compile(r"(vision|visual|image|audio|speech|encoder|tower|projector|vit|merger|sam)", re.I)
+_ENCODER = re.compile(r"encoder", re.I)
 _MTP = re.compile(r"(?:^|\.)(?:mtp|mtp_layers|nextn)\.")
 
 
@@ -172,16 +173,18 @@ def _choose(stacks: dict[str, dict[int, list[str]]], count: int | None, prefix: 
                 f"no tensor's name begins with `{prefix}<number>.`", found=capped(sorted(stacks))
             )
         return prefix
-    named = [
-        stem
-        for stem in stacks
-        if stem.rstrip(".").rpartition(".")[2] in _STACK_WORDS and not other_stack(stem)
-    ]
+    words = [stem for stem in stacks if stem.rstrip(".").rpartition(".")[2] in _STACK_WORDS]
+    named = [stem for stem in words if not other_stack(stem)]
+    if not named:  # a model that is an encoder (BERT)
+        named = [stem for stem in words if not other_stack(_ENCODER.sub("", stem))]
     fitting = [stem for stem in named if count is None or max(stacks[stem]) + 1 >= count]
     if len(fitting) == 1 or (len(named) == 1 and not fitting):  # too short: it will be said which are missing
         return (fitting or named)[0]
     said = "a stack of layers" if count is None else f"one stack of {count} layers, as the config says"
-    sizes = [f"`{stem}` with {max(held) + 1}" for stem, held in sorted(stacks.items())]
+    sizes = [
+        f"`{stem}` with {max(held) + 1}" + (" (of a tower or of MTP, by its name)" if other_stack(stem) else "")
+        for stem, held in sorted(stacks.items())
+    ]
     raise Unclear(
         "it is unclear which tensors are the decoder's layers",
         expected=said,

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from convtools.manifest import XXH3, Manifest, ManifestSource, ManifestTensor, hash_tensor, made_by
+from convtools.manifest import XXH3, Manifest, ManifestSource, ManifestTensor, hash_bytes, hash_tensor, made_by
 from convtools.slicing.origin import Origin
 from convtools.slicing.plan_slice import SlicePlan
 from convtools.stores.base import Payload
@@ -42,6 +42,7 @@ def slice_manifest(origin: Origin, plan: SlicePlan, root: Path, workers: int) ->
         layers=list(plan.keep),
         notes=list(plan.changes.made),
         tensors=tensors,
+        config=next(hash_bytes(f.content) for f in plan.target.side_files if isinstance(f.content, bytes)),
     )
 
 

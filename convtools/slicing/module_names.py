@@ -83,7 +83,8 @@ class _Rewriter:
             found = self._plain.search(entry)
         elif not re.search(r"[|(\[]", entry):
             found = self._pattern.search(entry)
-        if found and other_stack(re.sub(r"^re:\^?", "", entry[: found.start(2)]).replace("\\", "")):
+        before = re.sub(r"^re:\^?", "", entry[: found.start(2)]).replace("\\", "") if found else ""
+        if other_stack(before) and not self._layers.prefix.endswith(before.lstrip(".*")):
             return [entry]
         if found:
             targets = self._new.get(int(found[2]), [])

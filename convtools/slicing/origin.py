@@ -72,10 +72,7 @@ def open_origin(src: str, *, iteration: int | str | None = None, hf_config: Path
     root = Path(src)
     if root.is_dir():
         if is_hf(root) or not is_megatron(root):
-            if iteration is not None or hf_config is not None:
-                raise UsageError(
-                    "--iteration and --hf-config are for a Megatron source", fix="leave them out"
-                )
+            _only_megatron(iteration, hf_config)
             return _folder(src, root)
         return _megatron(src, root, iteration, hf_config)
     from convtools.stores.hub import parse_repo
@@ -86,7 +83,13 @@ def open_origin(src: str, *, iteration: int | str | None = None, hf_config: Path
             f"`{src}` is neither a folder nor a repository on the Hub",
             expected="a checkpoint's folder, or org/name[@revision]",
         )
+    _only_megatron(iteration, hf_config)
     return _hub(src, *repo)
+
+
+def _only_megatron(iteration: int | str | None, hf_config: Path | None) -> None:
+    if iteration is not None or hf_config is not None:
+        raise UsageError("--iteration and --hf-config are for a Megatron source", fix="leave them out")
 
 
 def _folder(src: str, root: Path) -> Origin:

@@ -17,6 +17,7 @@ from convtools.slicing.kinds import kinds
 from convtools.slicing.layers import Layers, find_layers, text_part
 from convtools.slicing.module_names import renumber_modules
 from convtools.slicing.options import SliceOptions
+from convtools.slicing.remarks import check_not_per_layer, gone_kinds, mtp_remarks
 from convtools.slicing.origin import Origin
 from convtools.slicing.selection import Chosen, Kind, parse_layers
 from convtools.stores.base import DTYPE_NBYTES
@@ -60,6 +61,7 @@ def plan_slice(origin: Origin, options: SliceOptions) -> SlicePlan:
     """Choose layers, name every tensor, cut the config. Raises UsageError, ConfigError, AccountingError."""
     text = text_part(origin.config)
     layers = find_layers(origin.hf, text, options.layer_prefix)
+    check_not_per_layer(text, layers, options.not_per_layer)
     parts = _expert_parts(origin, options)
     nbytes = tuple(sum(_nbytes(origin, n, parts) for n in names) for names in layers.decoder)
     found = kinds(layers, text)
@@ -81,6 +83,7 @@ def plan_slice(origin: Origin, options: SliceOptions) -> SlicePlan:
     )  # fmt: skip
     if options.experts is not None:
         cut_expert_counts(text_part(config), options.experts, changes)
+    changes.notes += [*mtp_remarks(text, layers, drop=drop_mtp), *gone_kinds(found, keep, changes.notes)]
     target = _target(origin, options, kept, config, layers, keep)
     dropped = _dropped(origin, layers, keep, parts, drop_mtp=drop_mtp)
     return SlicePlan(layers, found, keep, chosen, nbytes, kept, dropped, config, changes, target)
@@ -91,7 +94,7 @@ def _expert_parts(origin: Origin, options: SliceOptions) -> dict[str, Part]:
     if options.experts is None:
         return {name: Part(None) for name in origin.hf}
     count = expert_count(text_part(origin.config))
-    check_experts(options.experts, count)
+    check_experts(options.experts, count, text_part(origin.config))
     return experts_kept(origin.hf, count, options.experts)
 
 

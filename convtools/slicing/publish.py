@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from convtools.disk import writing
 from convtools.errors import ConvtoolsError, StorageError, UsageError, capped
 from convtools.manifest import MANIFEST_NAME, Manifest, encode
-from convtools.slicing.destination import Destination, find_destination
+from convtools.slicing.destination import Destination, check_destination, find_destination
 from convtools.slicing.layers import find_layers, text_part
 from convtools.slicing.model_card import CARD_NAME, CardFacts, is_ours, model_card
 from convtools.slicing.weights_manifest import Bar, checked_manifest
@@ -81,6 +81,8 @@ def publish(
         raise UsageError(f"`{root}` is not a directory", expected="a checkpoint's folder")
     store = open_hf(root)
     names, not_published = _names(store)
+    check_destination(repo_id, revision)
+    made = checked_manifest(root, store, workers, bar or (lambda _: nullcontext(lambda _: None)))
     there = find_destination(repo_id, revision, private)
     stale = there.stale(names)
     if stale and not replace:
@@ -90,7 +92,6 @@ def publish(
             found=capped(map(tick, stale)),
             fix="--replace deletes them there; or publish to a new repository",
         )
-    made = checked_manifest(root, store, workers, bar or (lambda _: nullcontext(lambda _: None)))
     card, how, notes = _card(root, store, made.manifest, repo_id, overwrite_card)
     created = there.create()
     if made.how != "checked":

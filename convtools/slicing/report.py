@@ -37,7 +37,7 @@ class SliceReport:
     tensors: int
     files: int
     nbytes: int
-    """Bytes of everything written."""
+    """Bytes of everything written, but for the manifest."""
     payload_nbytes: int
     """Of which tensor data."""
     other_nbytes: int

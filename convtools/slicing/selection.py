@@ -157,10 +157,8 @@ def _cover_pairs(kinds: Sequence[Kind], nbytes: Sequence[int]) -> tuple[Chosen, 
         best = after
     full = len(number) and (1 << len(number)) - 1
     _, layers = min(way for (seen, _), way in best.items() if seen == full)
-    runs: list[list[int]] = []
-    for i in layers:
-        if runs and runs[-1][-1] == i - 1:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return tuple(Chosen(tuple(run), ", then ".join(str(kinds[i]) for i in run)) for run in runs)
+    pairs = [(a, b) for a, b in pairwise(layers) if b == a + 1]
+    return tuple(
+        Chosen((i,), ", ".join(f"{kinds[a]} before {kinds[b]}" for a, b in pairs if i in (a, b)))
+        for i in layers
+    )

@@ -13,17 +13,17 @@ from convtools.layout.mapping import Mapping
 from convtools.layout.piece import block
 from convtools.layout.plan import slabs
 from convtools.layout.region import Region
-from convtools.manifest import MANIFEST_NAME, XXH3, Manifest, ManifestTensor, hash_tensor, read_manifest
+from convtools.manifest import MANIFEST_NAME, XXH3, Manifest, ManifestTensor, hash_bytes, hash_tensor, read_manifest
 from convtools.slicing.layers import Unclear, find_layers, layer_count, text_part
 from convtools.slicing.origin import Origin, open_origin
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
-from convtools.stores.hf import open_hf
+from convtools.stores.hf import CONFIG, HFCheckpoint, open_hf
 from convtools.stores.hub import HubReader, is_remote
 from convtools.stores.move import SLAB, Mover, Unit
 
 
 class Fault(NamedTuple):
-    """A tensor that is not what it should be."""
+    """A tensor, or `config.json`, that is not what it should be."""
 
     tensor: str
     what: str
@@ -40,6 +40,8 @@ class Verification:
     nbytes: int
     """Bytes that were read of the folder."""
     faults: tuple[Fault, ...]
+    config_covered: bool
+    """Whether the manifest has a hash of config.json too."""
 
     @property
     def whole(self) -> bool:
@@ -52,7 +54,7 @@ class Verification:
 
 
 def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 2) -> Verification:
-    """Check every tensor of HF folder `path` against its manifest and, if given, against its source.
+    """Check config.json and every tensor of HF folder `path` against its manifest and, if given, its source.
 
     Raises CheckpointError where the folder cannot be read as a checkpoint or has no manifest.
     """
@@ -67,15 +69,36 @@ def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 
         )
     manifest = read_manifest(root / MANIFEST_NAME)
     store = open_hf(root)
-    _check_layers(store.config, store.tensors, manifest)
-    faults = list(_listed(manifest, store.tensors))
+    faults = [*_config(manifest, store), *_listed(manifest, store.tensors)]
     bad = {fault.tensor for fault in faults}
     good = {n: t for n, t in store.tensors.items() if n not in bad}
     faults += _in_parallel(lambda item: _hashed(item[1], manifest.tensors[item[0]]), good.items(), workers)
     if source is not None:
         faults += _against(open_origin(source), manifest, good, workers)
     nbytes = sum(t.nbytes for t in good.values())
-    return Verification(str(root), source, len(good), nbytes, tuple(sorted(faults)))
+    return Verification(
+        str(root), source, len(good), nbytes, _once_each(faults), manifest.config is not None
+    )
+
+
+def _config(manifest: Manifest, store: HFCheckpoint) -> list[Fault]:
+    """Whether config.json is the one that was written; raises where it has not the layers that lie there.
+
+    What it says is only asked where it is unknown whether it is the one, or known that it is.
+    """
+    found = hash_bytes(store.config_bytes)
+    if manifest.config not in (None, found):
+        return [Fault(CONFIG, f"{XXH3} is {found}, expected {manifest.config}")]
+    _check_layers(store.config, store.tensors, manifest)
+    return []
+
+
+def _once_each(faults: list[Fault]) -> tuple[Fault, ...]:
+    """One fault a tensor, whatever it was compared with."""
+    by_name: dict[str, list[str]] = {}
+    for fault in faults:
+        by_name.setdefault(fault.tensor, []).append(fault.what)
+    return tuple(Fault(name, "; ".join(what)) for name, what in sorted(by_name.items()))
 
 
 def _check_layers(config: dict[str, Any], found: dict[str, StoredTensor], manifest: Manifest) -> None:

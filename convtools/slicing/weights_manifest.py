@@ -14,12 +14,13 @@ from convtools.manifest import (
     XXH3,
     Manifest,
     ManifestTensor,
+    hash_bytes,
     hash_tensor,
     made_by,
     read_manifest,
 )
 from convtools.stores.base import StoredTensor
-from convtools.stores.hf import HFCheckpoint
+from convtools.stores.hf import CONFIG, HFCheckpoint
 from convtools.stores.names import tick
 
 Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -37,14 +38,15 @@ def checked_manifest(root: Path, store: HFCheckpoint, workers: int, bar: Bar) ->
     """Read all weights. Raises CheckpointError that names every tensor that is not what the manifest says."""
     old = read_manifest(root / MANIFEST_NAME) if MANIFEST_NAME in store.side_files else None
     if old is not None:
-        _refuse(root, _listed(old, store))  # before hours of reading
+        _refuse(root, [*_config(old, store), *_listed(old, store)])  # before hours of reading
     hashes = _hashes(store, workers, bar)
     if old is None:
         tensors = {
             name: ManifestTensor(dtype=t.dtype, shape=t.shape, hashes={XXH3: hashes[name]})
             for name, t in store.tensors.items()
         }
-        return Checked(Manifest(made_by=made_by(), tensors=tensors), "written")
+        config = hash_bytes(store.config_bytes)
+        return Checked(Manifest(made_by=made_by(), tensors=tensors, config=config), "written")
     wrong = [
         f"{tick(name)} has the {XXH3} {hashes[name]}, not {said}"
         for name, tensor in old.tensors.items()
@@ -58,6 +60,13 @@ def checked_manifest(root: Path, store: HFCheckpoint, workers: int, bar: Bar) ->
         for name, tensor in old.tensors.items()
     }
     return Checked(msgspec.structs.replace(old, tensors=tensors), "completed")
+
+
+def _config(manifest: Manifest, store: HFCheckpoint) -> list[str]:
+    found = hash_bytes(store.config_bytes)
+    if manifest.config in (None, found):
+        return []
+    return [f"`{CONFIG}` has the {XXH3} {found}, not {manifest.config}"]
 
 
 def _listed(manifest: Manifest, store: HFCheckpoint) -> list[str]:

@@ -19,13 +19,13 @@ def library() -> Any:
         raise UsageError(
             "the Hugging Face Hub needs the package `huggingface_hub`",
             found=str(error),
-            fix="pip install 'convtools[hub]'",
+            fix="pip install -e '.[hub]' in convtools' source tree",
         ) from None
     if not hasattr(huggingface_hub, "close_session"):  # before 1.0 it spoke through requests
         raise UsageError(
             "this `huggingface_hub` is too old",
             found=huggingface_hub.__version__,
-            fix="pip install -U 'convtools[hub]'",
+            fix="pip install -U -e '.[hub]' in convtools' source tree",
         )
     return huggingface_hub
 

@@ -46,10 +46,12 @@ def written(root: Path, case: Case, content: Content) -> Path:
     return write_small_hf(root, case.config, content)
 
 
-@pytest.mark.parametrize("layout", layouts("nemotron", "qwen", "deepseek", "llama", "gpt_oss"), ids=str)
+REAL = [one for one in layouts("nemotron", "qwen", "deepseek", "llama", "gpt_oss") if one.hf is not None]
+
+
+@pytest.mark.parametrize("layout", REAL, ids=str)
 def test_real_megatron_checkpoints_equal_their_hf_folder(layout: Layout) -> None:
-    if layout.hf is None:
-        pytest.skip("this case has no HF folder")
+    assert layout.hf is not None
     for to in ("torch_dist", "torch_legacy"):
         if (layout.root / to).is_dir():
             found = compare(layout.hf, layout.root / to)
@@ -298,7 +300,7 @@ class TestLive:
     def test_strides_numpy_and_modules(self) -> None:
         wide = torch.arange(24.0).reshape(4, 6)
         assert compare({"w": wide.T}, {"w": wide.T.contiguous()}).equal is True
-        assert compare({"w": wide[:, ::2]}, {"w": wide.numpy()[:, ::2]}).equal is True
+        assert compare({"w": wide[:, ::2]}, {"w": wide.numpy().copy()[:, ::2]}).equal is True
         assert compare({"w": np.float32(3)}, {"w": torch.tensor(3.0)}).equal is True
         module = torch.nn.Linear(3, 2)
         assert compare(module, {n: t.clone() for n, t in module.state_dict().items()}).equal is True

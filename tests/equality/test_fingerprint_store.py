@@ -34,6 +34,7 @@ from tests.commands import SMALL, refused, run
 from tests.convert.small import filled, torch_files, write_safetensors, write_small_hf
 from tests.families.test_every_family import cases, each_architecture, options, place
 from tests.nemotron_checkpoints import inventory, write_hf
+from tests.oracle_cases import Layout, layouts
 from tests.tensors import Content, read_hf, read_rank
 
 TIED: dict[str, Any] = SMALL | {"tie_word_embeddings": True}
@@ -109,6 +110,25 @@ def test_every_architecture_at_any_layout(architecture: str, data: st.DataObject
         assert hashes(fingerprint(root / "m")) == expected(case.content)
         if to == "torch":
             assert of_ranks(root / "m") == expected(case.content)
+
+
+SAVED = [
+    (layout, kind)
+    for layout in layouts("nemotron", "llama", "qwen", "deepseek", "gpt_oss")
+    for kind in ("torch_dist", "torch_legacy")
+    if layout.hf and (layout.root / kind).is_dir()
+]
+
+
+@pytest.mark.parametrize(("layout", "kind"), SAVED, ids=[f"{layout}-{kind}" for layout, kind in SAVED])
+def test_of_what_real_megatron_wrote(layout: Layout, kind: str) -> None:
+    """The HF folder that its own converter made of the same weights has the same hashes."""
+    made = fingerprint(layout.root / kind, hf_config=layout.hf)
+    assert layout.hf
+    want = expected(read_hf(layout.hf))
+    if "lm_head.weight" not in made.tensors:  # tied: Megatron holds no second copy
+        assert want.pop("lm_head.weight") == hashes(made)[next(n for n in want if "embed" in n)]
+    assert hashes(made) == want
 
 
 def of_ranks(root: Path) -> dict[str, str]:

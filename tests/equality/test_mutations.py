@@ -1,4 +1,4 @@
-"""Thousands of single faults in equal pairs: each is found, the right tensor is named, and nothing else is."""
+"""Thousands of single faults in equal pairs: each is found, and just the right tensor is named."""
 
 import random
 from collections import Counter
@@ -138,7 +138,7 @@ def test_every_bit_of_every_file_counts(case: Case, to: str, sides: dict[str, di
             a = open_side(sides[case.name]["hf"]) if to == "hf" else good
             found = compare(a, path if to != "hf" else copy_of(path, case), OPTIONS)
         index = place(at // DTYPE_NBYTES[tensor.dtype], blob.region.offsets, blob.region.sizes)
-        if key in {p.name for p in bad.padding if inside(index, p.region)}:
+        if any(p.name == key and inside(index, p.region) for p in bad.padding):
             assert found.equal is True and any("past the vocabulary" in note for note in found.notes)
             count["flips in padding, noted"] += 1
             continue

@@ -168,7 +168,7 @@ def nemotron(s: Sizes) -> Config:
         "layers_block_type": None, "num_hidden_layers": layers, "hidden_size": s.by(s.tp),
         "vocab_size": s.free(40), "intermediate_size": s.by(s.tp), "mamba_num_heads": s.by(groups, most=2),
         "mamba_head_dim": s.free(4), "n_groups": groups, "ssm_state_size": s.free(5),
-        "conv_kernel": s.free(4), "use_conv_bias": s.flag(), "attention_bias": s.flag(),
+        "conv_kernel": s.free(4), "use_conv_bias": s.flag(),
         "n_routed_experts": s.experts(), "moe_intermediate_size": s.by(s.etp),
         "moe_shared_expert_intermediate_size": s.pick(0, s.by(s.tp)), "moe_latent_size": s.pick(None, 3),
         "num_nextn_predict_layers": depth, "mtp_hybrid_override_pattern": mtp if depth else None,
