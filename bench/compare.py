@@ -32,7 +32,7 @@ began = time.perf_counter()
 found = compare(sys.argv[1], sys.argv[2], CompareOptions(workers=int(sys.argv[3])))
 seconds = time.perf_counter() - began
 assert found.equal is True, found.verdict
-peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())  # of this program alone, since its exec
+peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())
 print(json.dumps([seconds, int(peak[1]) * 1024]))
 """
 

@@ -20,6 +20,7 @@ from convtools.manifest import (
     ManifestTensor,
     decode,
     encode,
+    hash_bytes,
     hash_tensor,
     made_by,
     read_manifest,
@@ -56,6 +57,17 @@ TEXT = """{
 def test_the_file() -> None:
     assert encode(SMALL).decode() == TEXT
     assert decode(TEXT.encode()) == SMALL
+
+
+def test_the_hash_of_the_config_is_there_or_not() -> None:
+    covered = msgspec.structs.replace(SMALL, config=HASH)
+    text = TEXT.replace(' "tensors"', f' "config": "{HASH}",\n "tensors"', 1)
+    assert encode(covered) == text.encode() and decode(text.encode()) == covered
+    assert decode(TEXT.encode()).config is None
+    for wrong in ('"abc"', '"' + "g" * 32 + '"', "7", '"' + "00" * 8 + '"'):
+        with pytest.raises(CheckpointError, match="config"):
+            decode(text.replace(f'"config": "{HASH}"', f'"config": {wrong}').encode())
+    assert hash_bytes(b"abc") == xxhash.xxh3_128(b"abc").hexdigest()
 
 
 def test_the_order_of_tensors_does_not_matter() -> None:

@@ -1,6 +1,6 @@
 """A checkpoint opened for conversion: its tensors, and what each of them is in Hugging Face terms."""
 
-from collections.abc import Iterable, Mapping as MappingABC
+from collections.abc import Iterable, Iterator, Mapping as MappingABC
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,6 +13,9 @@ from convtools.layout.mapping import Mapping
 from convtools.layout.parallel import ParallelLayout
 from convtools.layout.region import Region
 from convtools.stores.base import StoredTensor
+
+_SHOWN = 20
+"""Problems that an error shows."""
 
 
 class LeftOut(NamedTuple):
@@ -119,8 +122,8 @@ def account(
     """Raise AccountingError, naming every tensor that is missing, left over, or of another shape."""
     missing = [n for n in expected if n not in found]
     extra = [n for n in found if n not in expected]
-    problems = [f"missing: `{n}` {list(expected[n])}{_near(n, extra)}" for n in missing]
-    problems += [f"not in this model: `{n}` {list(found[n])}{_near(n, missing)}" for n in extra]
+    problems = [f"missing: `{n}` {list(expected[n])}{near}" for n, near in _nearest(missing, extra)]
+    problems += [f"not in this model: `{n}` {list(found[n])}{near}" for n, near in _nearest(extra, missing)]
     problems += [
         f"shape: `{n}` is {list(found[n])}, expected {list(shape)}"
         for n, shape in expected.items()
@@ -132,6 +135,12 @@ def account(
             problems,
             fix=f"the config and the tensors of {what} must describe the same model; nothing was written",
         )
+
+
+def _nearest(names: list[str], among: list[str]) -> Iterator[tuple[str, str]]:
+    """Each name, the first ones with one that is like it: comparing is slow, and only these are shown."""
+    for i, name in enumerate(names):
+        yield name, _near(name, among) if i < _SHOWN else ""
 
 
 def _near(name: str, among: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Two sides under one set of names.
 
-The names of the finer side (one tensor an expert rather than one of all) are the coordinates of both, and the
-other side is read through both tables at once: its tensors ~ Megatron's parameters ~ the tensors that are named.
+The names of the finer side (one tensor an expert rather than one of all) are the coordinates of both, and
+the other side is read through both tables at once: its tensors ~ Megatron's parameters ~ those named.
 """
 
 from dataclasses import fields, is_dataclass, replace

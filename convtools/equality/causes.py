@@ -7,7 +7,7 @@ the bytes alone.
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,16 @@ if TYPE_CHECKING:
 WHOLE = 16 << 20
 """Bytes of a tensor that are held whole."""
 _PROBE = 2048
+_VALUES = 1 << 20
+"""Numbers around the first difference that arithmetic is tried on."""
 _SIBLINGS, _PROBES, _FULL = 1024, 40_000, 4
 _GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 _DIGITS = {"BF16": 8, "F16": 11, "F32": 24, "F64": 53}
+
+_Alike = dict[tuple[tuple[int, ...], str], list[str]]
+"""(shape, dtype) -> the tensors that have them."""
+_Held = tuple[Canonical, str, Reader]
+"""A side, a tensor of it, and a reader of it."""
 
 
 class Asker:
@@ -42,7 +49,7 @@ class Asker:
 
     def __init__(self, lanes: Lanes, most: int) -> None:
         self._lanes, self._left, self._probes = lanes, most, _PROBES
-        self._lock = threading.Lock()
+        self._lock, self._one = threading.Lock(), threading.Lock()
 
     def ask(self, pair: Pair, meter: Meter) -> str | None:
         """What the difference of a pair looks like. Raises CheckpointError where it cannot be read."""
@@ -51,6 +58,10 @@ class Asker:
             return said
         if said := self._padding(pair, meter):
             return said
+        with self._one:  # what is held is bounded by one tensor, not by one a thread
+            return self._look(pair, meter)
+
+    def _look(self, pair: Pair, meter: Meter) -> str | None:
         a, b = self._load(pair, meter)
         dtype = pair.dtype
         if said := of_values(a, b, dtype):
@@ -101,28 +112,28 @@ class Asker:
         )
 
     @cached_property
-    def _alike(self) -> dict[tuple[object, str], list[str]]:
-        found: dict[tuple[object, str], list[str]] = defaultdict(list)
-        for name, shape in self._lanes.a.shapes.items():
-            found[tuple(shape), self._lanes.a.dtypes[name]].append(name)
-        return found
+    def _alike(self) -> tuple[_Alike, _Alike]:
+        return _alike(self._lanes.a), _alike(self._lanes.b)
 
     def _elsewhere(self, pair: Pair, meter: Meter) -> str | None:
-        """Whether B holds another tensor of A here."""
-        a, b, (one, two) = self._lanes.a, self._lanes.b, self._lanes.readers()
+        """Whether one side holds another tensor of the other side here."""
+        one, two = self._lanes.readers()
+        a, b = (self._lanes.a, pair.a, one), (self._lanes.b, pair.b, two)
         probe = _around(meter.first or 0, pair.shape)
-        wanted = bytes(b.whole(pair.b, probe, two))
-        full = 0
-        for name in self._siblings(pair):
-            if a.whole(name, probe, one) != wanted or full == _FULL:
-                continue
-            full += 1
-            if _same(a, name, b, pair, one, two):
-                return _named(pair.name, name)
+        for (side, own, reader), (of, theirs, other), letters, alike in (
+            (b, a, ("B", "A"), self._alike[0]), (a, b, ("A", "B"), self._alike[1])
+        ):  # fmt: skip
+            wanted, full = bytes(side.whole(own, probe, reader)), 0
+            for name in self._siblings(pair, theirs, alike):
+                if of.whole(name, probe, other) != wanted or full == _FULL:
+                    continue
+                full += 1
+                if _same((side, own, reader), (of, name, other), Region.whole(pair.shape)):
+                    return _named(pair.name, name, *letters)
         return None
 
-    def _siblings(self, pair: Pair) -> Iterator[str]:
-        """A's tensors of the same shape and dtype, the likeliest first, as many as may be looked at."""
+    def _siblings(self, pair: Pair, but: str, alike: _Alike) -> Iterator[str]:
+        """One side's tensors of the same shape and dtype, the likeliest first, only so many."""
         layer, component = place_of(pair.name)
         twins = {pair.name.replace(*names) for g, u in _GATED for names in ((g, u), (u, g))}
 
@@ -131,7 +142,7 @@ class Asker:
             near = abs(at - layer) if at is not None and layer is not None else 1 << 30
             return name not in twins, within != component, near
 
-        names = [n for n in self._alike[tuple(pair.shape), pair.dtype] if n != pair.a]
+        names = [n for n in alike[tuple(pair.shape), pair.dtype] if n != but]
         for name in sorted(names, key=likely)[:_SIBLINGS]:
             with self._lock:
                 self._probes -= 1
@@ -149,10 +160,11 @@ class Asker:
         if len(left) == len(right) == 2 and left[1] == right[1] and left[0] and right[0]:
             rows = min(left[0], right[0])
             part = Region((0, 0), (rows, left[1]))
-            same = _same_region(a, b, found.name, part, one, two)
+            same = _same((a, found.name, one), (b, found.name, two), part)
             longer = "A" if left[0] > right[0] else "B"
             more = f"{longer} has {abs(left[0] - right[0])} rows more"
-            return f"{more}, such as padding of the vocabulary; the first {rows} are {'the same' if same else 'not the same'}"
+            alike = "the same" if same else "not the same"
+            return f"{more}, such as padding of the vocabulary; the first {rows} are {alike}"
         if max(a.nbytes(found.name), b.nbytes(found.name)) > WHOLE or not self._may():
             return None
         import numpy as np
@@ -163,10 +175,10 @@ class Asker:
         )
         if x.size == y.size and np.array_equal(x, y):
             return "the same elements in the same order, in another shape"
-        if len(left) > 1 and right == (*left[:-2], left[-1], left[-2]) and parts(found.dtype_a) == 1:
-            if np.array_equal(np.swapaxes(x.reshape(left), -1, -2), y.reshape(right)):
-                return "B is A transposed"
-        return None
+        if len(left) < 2 or right != (*left[:-2], left[-1], left[-2]) or parts(found.dtype_a) > 1:
+            return None
+        turned = np.array_equal(np.swapaxes(x.reshape(left), -1, -2), y.reshape(right))
+        return "B is A transposed" if turned else None
 
 
 def _of_vocabulary(name: str) -> bool:
@@ -186,33 +198,33 @@ def _around(first: int, shape: tuple[int, ...]) -> Region:
     return Region((*index[:-1], start), (*(1 for _ in index[:-1]), min(shape[-1], _PROBE)))
 
 
-def _same(a: Canonical, name: str, b: Canonical, pair: Pair, one: Reader, two: Reader) -> bool:
-    for slab in slabs(Region.whole(pair.shape), (4 << 20) // DTYPE_NBYTES[pair.dtype]):
-        parts_of = zip(a.read(name, slab, one), b.read(pair.b, slab, two), strict=True)
-        if not all(same_bytes(x, y) for x, y in parts_of):
+def _same(a: _Held, b: _Held, region: Region) -> bool:
+    """Whether two tensors hold the same bytes in a region."""
+    (side_a, name_a, one), (side_b, name_b, two) = a, b
+    for slab in slabs(region, (4 << 20) // DTYPE_NBYTES[side_a.dtypes[name_a]]):
+        both = zip(side_a.read(name_a, slab, one), side_b.read(name_b, slab, two), strict=True)
+        if not all(same_bytes(x, y) for x, y in both):
             return False
     return True
 
 
-def _same_region(a: Canonical, b: Canonical, name: str, region: Region, one: Reader, two: Reader) -> bool:
-    for slab in slabs(region, (4 << 20) // DTYPE_NBYTES[a.dtypes[name]]):
-        if not all(
-            same_bytes(x, y) for x, y in zip(a.read(name, slab, one), b.read(name, slab, two), strict=True)
-        ):
-            return False
-    return True
-
-
-def _named(name: str, other: str) -> str:
-    """What it means that B's `name` is A's `other`."""
+def _named(name: str, other: str, holder: str, owner: str) -> str:
+    """What it means that the holder's `name` is the owner's `other`."""
     (layer, component), (at, within) = place_of(name), place_of(other)
     if component == within and layer == at:
-        return f"experts are permuted: B's `{name}` is A's `{other}`"
+        return f"experts are permuted: {holder}'s `{name}` is {owner}'s `{other}`"
     if component == within:
-        return f"a stale or misplaced layer: B's layer {layer} holds A's layer {at} here"
+        return f"a stale or misplaced layer: {holder}'s layer {layer} holds {owner}'s layer {at} here"
     if layer == at and any(name.replace(*pair) == other for g, u in _GATED for pair in ((g, u), (u, g))):
-        return f"gate and up are swapped: B's `{name}` is A's `{other}`"
-    return f"B's `{name}` is A's `{other}`"
+        return f"gate and up are swapped: {holder}'s `{name}` is {owner}'s `{other}`"
+    return f"{holder}'s `{name}` is {owner}'s `{other}`"
+
+
+def _alike(side: Canonical) -> _Alike:
+    found: _Alike = defaultdict(list)
+    for name, shape in side.shapes.items():
+        found[tuple(shape), side.dtypes[name]].append(name)
+    return found
 
 
 def of_values(a: "Array", b: "Array", dtype: str) -> str | None:
@@ -224,14 +236,16 @@ def of_values(a: "Array", b: "Array", dtype: str) -> str | None:
             return f"{side} is all zeros: it was never filled"
     if dtype not in _DIGITS:
         return None
+    at = max(0, int((a.reshape(-1) != b.reshape(-1)).argmax()) - _VALUES // 2)
+    a, b = (raw.reshape(-1)[at : at + _VALUES] for raw in (a, b))
     data = a.tobytes(), b.tobytes()
     for word, narrow in FLOATS.items():
         if narrow != dtype and _DIGITS[narrow] < 24 and _DIGITS[dtype] > 3:
             for left, right, names in ((0, 1, "B is A"), (1, 0, "A is B")):
-                if cast(cast(data[left], dtype, narrow), narrow, dtype) == data[right]:
+                if _is(lambda x, to=narrow: cast(cast(x, dtype, to), to, dtype), data[left], data[right]):
                     return f"{names} after a cast through {word}"
     for left, right, names in ((0, 1, "B is A"), (1, 0, "A is B")):
-        if cast(data[left], dtype, dtype, 1) == data[right]:
+        if _is(lambda x: cast(x, dtype, dtype, 1), data[left], data[right]):
             return f"{names} plus 1: a norm that only one side centres on zero"
     x, y = values(a, dtype).reshape(-1), values(b, dtype).reshape(-1)
     at = int(np.argmax(np.abs(np.nan_to_num(x, posinf=0, neginf=0))))
@@ -245,6 +259,12 @@ def of_values(a: "Array", b: "Array", dtype: str) -> str | None:
     if near.all():
         return "B is A with its sign changed" if factor == -1 else f"B is A times {factor:.6g}"
     return None
+
+
+def _is(made: Callable[[bytes], object], source: bytes, wanted: bytes) -> bool:
+    """Whether `made` of one side is the other; a few numbers from the middle mostly say that it is not."""
+    at = len(source) // 2 // 64 * 64
+    return made(source[at : at + 1024]) == wanted[at : at + 1024] and made(source) == wanted
 
 
 def of_specials(a: "Array", b: "Array", dtype: str) -> str | None:

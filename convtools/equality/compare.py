@@ -53,15 +53,19 @@ def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison
         results = known | found
         if not by_hash:
             _explain_shapes(lanes, pairs, results, options)
+        said: list[str] = []
         for one in disagreements(lanes, results):
-            results[one.name] = one
-        notes = notes_of(lanes, pairs, results, options)
+            if isinstance(one, str):
+                said.append(one)
+            else:
+                results[one.name] = one
+        notes = (*notes_of(lanes, pairs, results, options), *said)
     finally:
         lanes.close()
-    doubts = [*one_memory(lanes, pairs), *changed_files(left, right)]
+    changed, vacuous = list(changed_files(left, right)), list(one_memory(lanes, pairs))
     order = {name: i for i, name in enumerate(dict.fromkeys((*of_a.shapes, *of_b.shapes)))}
     listed = tuple(sorted(results.values(), key=lambda r: order.get(r.name, len(order))))
-    equal, verdict = conclude(listed, options, algorithms=algorithms, doubts=doubts)
+    equal, verdict = conclude(listed, options, algorithms=algorithms, changed=changed, vacuous=vacuous)
     return Comparison(
         left.name, right.name, left.format, right.format, options.mode, listed, equal, verdict,
         sum(r.elements for r in listed), time.monotonic() - began, notes,

@@ -13,9 +13,11 @@ def conclude(
     options: CompareOptions,
     *,
     algorithms: Sequence[str] = (),
-    doubts: Sequence[str] = (),
+    changed: Sequence[str] = (),
+    vacuous: Sequence[str] = (),
 ) -> tuple[bool | None, str]:
-    """(equal, the sentence). `algorithms`: hashes it rests on. `doubts`: why nothing said of bytes can be held.
+    """(equal, the sentence). `algorithms`: hashes it rests on; `changed`: files that did not stay as
+    they were; `vacuous`: why equal bytes say nothing.
 
     A difference that was found stands, also where other tensors could not be read; but not where the files
     changed meanwhile.
@@ -25,8 +27,8 @@ def conclude(
     faulty = [r for r in results if r.faulty]
     unread = [r for r in results if r.verdict == UNREADABLE]
     aside = f", {_tensors(counts[SKIPPED])} not compared" if counts[SKIPPED] else ""
-    if doubts:
-        return None, f"could not tell: {capped(doubts, 3)}"
+    if changed:
+        return None, f"could not tell: {capped(changed, 3)}"
     if faulty:
         kinds = ", ".join(f"{counts[v]} {v}" for v in dict.fromkeys(r.verdict for r in faulty))
         also = f", {len(unread)} could not be read" if unread else ""
@@ -39,6 +41,8 @@ def conclude(
             None,
             f"could not tell: {len(unread)} of {_tensors(len(results))} could not be read: {names}{aside}",
         )
+    if vacuous:
+        return None, f"could not tell: {capped(vacuous, 3)}{aside}"
     if not compared:
         return None, f"could not tell: nothing was compared{aside}"
     elements = sum(r.elements for r in results)

@@ -78,14 +78,14 @@ def nonzero_rows(side: Side, rows: Padding, reader: Reader) -> int:
 
 
 def one_memory(lanes: Lanes, pairs: Mapping[str, Pair]) -> Iterator[str]:
-    """Live tensors that are one memory on both sides: comparing them says nothing (a snapshot that is none)."""
+    """Live tensors that are one memory on both sides: a snapshot that is none; comparing it says nothing."""
     spans = lanes.a.side.spans, lanes.b.side.spans
     if not spans[0] or not spans[1]:
         return
     theirs = {(device, at) for device, at, nbytes in spans[1].values() if nbytes}
     shared = [name for name, (device, at, nbytes) in spans[0].items() if nbytes and (device, at) in theirs]
     if shared:
-        yield f"{len(shared)} tensors of A and B are one memory, such as `{shared[0]}`: take a copy to compare with"
+        yield f"{len(shared)} tensors of A and B are one memory, such as `{shared[0]}`: compare with a copy"
 
 
 def changed_files(a: Side, b: Side) -> Iterator[str]:

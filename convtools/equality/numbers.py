@@ -60,7 +60,10 @@ def _whole(raw: "Array", dtype: str) -> "Array":
 
 @lru_cache(maxsize=8)
 def _table(dtype: str) -> "Array":
+    """The value of each of the 256 codes."""
     import numpy as np
+
+    out: Array
 
     exponent_bits, mantissa_bits, bias, kind = EIGHT_BIT[dtype]
     codes = np.arange(256)

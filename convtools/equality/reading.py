@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Mapping
+from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convtools.errors import CheckpointError
 from convtools.layout.plan import Move
 from convtools.stores.base import StoredTensor
-from convtools.stores.move import Gather, Mover
+from convtools.stores.move import SLAB, Gather, Mover
 
 if TYPE_CHECKING:
     from convtools.stores.hub import HubCheckpoint
@@ -31,12 +32,18 @@ class Reader(Mover):
         super().__init__()
         self._memory: Memory = memory or {}
         self._last: tuple[Path, Any] | None = None
-        self._scratch = bytearray()
+        self._scratch: memoryview | None = None
+        self._room: memoryview | None = None
         self._hub: Any = None
         if hub is not None and hub.repository is not None:
             from convtools.stores.hub import HubReader
 
             self._hub = HubReader(hub)
+
+    def _view(self, nbytes: int) -> memoryview:
+        if self._room is None or len(self._room) < nbytes:
+            self._room = memoryview(mmap(-1, max(nbytes, SLAB)))  # pages that nobody uses cost nothing
+        return self._room[:nbytes]
 
     def local(self, path: Path) -> bool:
         """Whether `path` is a file here."""
@@ -83,8 +90,8 @@ class Reader(Mover):
             for half in move.halves():
                 self._gather(g._replace(move=half), size, view)
         else:  # one read of all that lies there, and a copy within the cache: quicker than a read a run
-            self._scratch = self._scratch or bytearray(_EXTENT)
-            data = memoryview(self._scratch)[:extent]
+            self._scratch = self._scratch or memoryview(mmap(-1, _EXTENT))
+            data = self._scratch[:extent]
             read_into(g.path, self.source(g.path), first, data)
             _scatter(move, size, data, 0, view)
 

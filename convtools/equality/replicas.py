@@ -20,8 +20,8 @@ _MOST = 16
 """Copies that are looked into; the verdict needs one."""
 
 
-def disagreements(lanes: Lanes, results: Mapping[str, TensorResult]) -> Iterator[TensorResult]:
-    """A result for every canonical tensor of which a side's copies differ, or cannot be read."""
+def disagreements(lanes: Lanes, results: Mapping[str, TensorResult]) -> Iterator[TensorResult | str]:
+    """A result for every canonical tensor of which a side's copies differ or cannot be read; or a note."""
     for side, letter in ((lanes.a, "A"), (lanes.b, "B")):
         index = 0 if side is lanes.a else 1
         pairs = iter(side.side.duplicates)
@@ -35,7 +35,10 @@ def disagreements(lanes: Lanes, results: Mapping[str, TensorResult]) -> Iterator
         found = lanes.each(look, batches)
         unequal = [one for batch in found for one in batch if one[1] is not None]
         for pair, fault in unequal[:_MOST]:
-            for name in _touched(side, pair, fault, lanes.readers()[index]):
+            names = list(_touched(side, pair, fault, lanes.readers()[index]))
+            if not names:
+                yield f"{letter}: `{pair.kept}` and `{pair.repeated}` differ only past the vocabulary"
+            for name in names:
                 if name not in results or not results[name].faulty:
                     yield _result(lanes, name, letter, pair, fault)
 

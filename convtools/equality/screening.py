@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import islice
+from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from convtools.conversion.source import Source
 from convtools.equality.canonical import Canonical
 from convtools.equality.numbers import widened
 from convtools.equality.pairing import Pair
@@ -68,7 +70,7 @@ class Lanes:
         self._readers: list[Reader] = []
         self._lock = threading.Lock()
         for side in (a, b):
-            if side.side.source is not None:
+            if isinstance(side.side.source, Source) or side.relation is not None:
                 side.prepare()
 
     def close(self) -> None:
@@ -88,8 +90,8 @@ class Lanes:
     def buffers(self) -> tuple[memoryview, memoryview, int, int]:
         """This thread's two step buffers, and their addresses."""
         if not hasattr(self._local, "buffers"):
-            two = bytearray(STEP), bytearray(STEP)
-            self._local.buffers = memoryview(two[0]), memoryview(two[1]), address(two[0]), address(two[1])
+            one, two = memoryview(mmap(-1, STEP)), memoryview(mmap(-1, STEP))
+            self._local.buffers = one, two, address(one), address(two)
         found: tuple[memoryview, memoryview, int, int] = self._local.buffers
         return found
 
@@ -211,7 +213,7 @@ def _gathered(lanes: Lanes, task: Task) -> bool:
 
 def same_runs(reader: Reader, a: tuple[Path, int], b: tuple[Path, int], nbytes: int) -> bool:
     """Whether two runs of bytes are the same. Raises CheckpointError where one cannot be read."""
-    views = memoryview(bytearray(STEP)), memoryview(bytearray(STEP))
+    views = memoryview(bytearray(min(STEP, nbytes))), memoryview(bytearray(min(STEP, nbytes)))
     for done in range(0, nbytes, STEP):
         n = min(STEP, nbytes - done)
         for view, (path, at) in zip(views, (a, b), strict=True):

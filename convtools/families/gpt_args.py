@@ -112,13 +112,13 @@ def expert_sizes(args: Config) -> dict[str, Any]:
         args.get("moe_ffn_hidden_size"),
         args.get("moe_shared_expert_intermediate_size") or 0,
     )
-    fits = type(ffn) is int and ffn > 0 and type(shared) is int
+    width = ffn if type(ffn) is int and ffn > 0 and type(shared) is int else 0
     dense = moe.index(True) if moe and True in moe else None
     return {
         "first_k_dense_replace": dense if moe and dense is not None and all(moe[dense:]) else None,
         "n_routed_experts": arg(args, "num_experts"),
         "moe_intermediate_size": ffn,
-        "n_shared_experts": shared // ffn if fits and shared % ffn == 0 else None,
+        "n_shared_experts": shared // width if width and shared % width == 0 else None,
         "num_nextn_predict_layers": args.get("mtp_num_layers") or 0,
     }
 

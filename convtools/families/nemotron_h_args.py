@@ -78,13 +78,19 @@ def _first(config: Config, name: str) -> Any:
     return next((config[n] for n in (name, *_ALSO.get(name, ())) if config.get(n) is not None), None)
 
 
+def _biases(spec: "Spec") -> set[bool]:
+    """Whether the linear layers of attention, feed-forward and experts have biases."""
+    kinds = {"*": spec.attention_bias, "-": spec.mlp_bias, "E": False}
+    return {kinds[kind] for kind in set(spec.text) & set(kinds)}
+
+
 def _check(config: Config, spec: "Spec") -> None:
     """Raise ConfigError for what Megatron's hybrid layers do not compute."""
     for name, known in (("mlp_hidden_act", ("relu2",)), ("mamba_hidden_act", ("silu", "swish"))):
         if config.get(name) not in (None, *known):
             raise refuse(f"`{name}` is {repr(config[name])}, expected {known[0]}")
-    if spec.attention_bias or spec.mlp_bias:  # which a loader of `torch_dist` would pass over
-        raise refuse("`attention_bias` or `mlp_bias` is true, and its hybrid layers have no such biases")
+    if len(_biases(spec)) > 1:  # a loader of `torch_dist` passes over those that its model has not
+        raise refuse("`attention_bias` and `mlp_bias` differ, and its hybrid layers all have biases or none")
     if "E" in spec.text:
         check_sigmoid_routing(config)
 
@@ -108,6 +114,7 @@ def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[st
         "mtp_hybrid_override_pattern": spec.mtp_pattern or None,
         "mtp_num_layers": spec.mtp_depth or None,
         "mtp_use_repeated_layer": repeated,
+        "add_bias_linear": True in _biases(spec),
         "add_qkv_bias": spec.attention_bias,
         "untie_embeddings_and_output_weights": not spec.tied,
     }

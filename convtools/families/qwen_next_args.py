@@ -58,7 +58,8 @@ def megatron_args(config: Config, spec: "Spec", spelling: "Spelling") -> dict[st
             "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
             "moe_shared_expert_gate": bool(spec.shared_ffn),
             "moe_router_topk": config.get("num_experts_per_tok"), "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": config.get("norm_topk_prob") is False,
+            # Qwen3.5's code norms the weights whatever its config says.
+            "moe_router_pre_softmax": spec.by_key_head and config.get("norm_topk_prob") is False,
             "moe_router_enable_expert_bias": False, "moe_grouped_gemm": True,
             "moe_token_dispatcher_type": "alltoall",
         }  # fmt: skip

@@ -1,5 +1,6 @@
 """`slice_checkpoint`: open, choose, cut, write aside, publish."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,8 @@ def slice_checkpoint(src: str, dst: str | Path, options: SliceOptions, bar: Bar 
     _check_ledger(origin, plan)
     checked = check_model(plan, origin)
     _check_exact(origin, plan, options)
+    origin = _narrowed(origin, plan)
+    gc.collect()  # a large model's other tensors took more memory than it takes to write a slice
     run = _rehearse if options.dry_run else _publish
     notes, fetched = run(origin, plan, dst, options, bar)
     return slice_report(
@@ -116,11 +119,17 @@ def _publish(origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, 
     return tuple(notes), fetched
 
 
-def _narrowed(origin: Origin, target: Target) -> Origin:
-    """The source with no tensors but those of the slice: tens of thousands of others take memory."""
+def _narrowed(origin: Origin, plan: SlicePlan) -> Origin:
+    """The source with no tensors but those of the slice: there may be tens of thousands of others."""
     if origin.to_hf is not None:
         return origin
-    return replace(origin, tensors={piece.b: origin.tensors[piece.b] for piece in target.to_hf.pieces})
+    wanted = list(dict.fromkeys(kept.source for kept in plan.kept.values()))
+    return replace(
+        origin,
+        tensors={name: origin.tensors[name] for name in wanted},
+        hf={name: origin.hf[name] for name in wanted},
+        dtypes={name: origin.dtypes[name] for name in wanted},
+    )
 
 
 def _hub_side(origin: Origin) -> Iterator[SideFile]:
@@ -136,7 +145,7 @@ def _move(
     origin: Origin, target: Target, staging: Staging, workers: int, tick: Progress, stop: threading.Event
 ) -> tuple[list[PaddingFound], int | None]:
     """Fill the files. Returns (what stood in vocabulary padding, bytes of weights fetched from the Hub)."""
-    resolver = Resolver(_narrowed(origin, target), target)
+    resolver = Resolver(origin, target)
     if origin.hub is not None:
         return [], fetch(origin.hub, resolver, target.files, staging.path, tick, stop)
     runner = Runner(origin, resolver, workers=workers, progress=tick, stop=stop)

@@ -27,8 +27,11 @@ _BEST_ONE = ("greedy", "group_limited_greedy")
 """`topk_method`s that look at the best expert of a group alone (DeepSeek-V2)."""
 _EIGHT_GROUPS = frozenset(("axk1", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32"))
 """`model_type`s that have 8 groups, of which 4 are chosen, where the config does not say."""
-_TWO = frozenset(("phimoe",))
-"""`model_type`s whose router picks a first and a second expert, whatever the config says."""
+_TWO = {
+    "phimoe": "the router takes a first and a second expert, whatever the config says",
+    "jamba": "the model's code makes a dense layer of one with a single expert",
+}
+"""`model_type`s that need two experts for another reason."""
 
 _ROUTER = re.compile(
     r"(^|\.)(gate|router|router_proj|wg)(\.(weight|bias|e_score_correction_bias|expert_bias|linear\.weight"
@@ -201,7 +204,7 @@ def fewest_experts(text: Mapping[str, Any]) -> tuple[int, str]:
     """The fewest experts that the model's router works with, and why."""
     model_type = text.get("model_type")
     if model_type in _TWO:
-        return 2, "the router takes a first and a second expert"
+        return 2, _TWO[str(model_type)]
     grouped = any(type(text.get(key)) is int for key in GROUPS) and model_type != "deepseek_v2"
     if model_type in _TOP_TWO or (grouped and text.get("topk_method") not in _BEST_ONE):
         return 2, "the router takes the top 2 of each group"
@@ -212,6 +215,6 @@ def check_experts(keep: int, count: int, text: Mapping[str, Any]) -> None:
     """Raise UsageError unless `keep` is a number of experts that the model has, and can run with."""
     least, why = fewest_experts(text)
     if 1 <= keep < least:
-        raise UsageError(f"--experts {keep} are too few", expected=f"at least {least}: {why}")
+        raise UsageError(f"--experts {keep} is too few", expected=f"at least {least}: {why}")
     if not 1 <= keep <= count:
         raise UsageError(f"--experts {keep}", expected=f"{least} to {count}: the model has {count}")

@@ -182,7 +182,8 @@ def _choose(stacks: dict[str, dict[int, list[str]]], count: int | None, prefix: 
         return (fitting or named)[0]
     said = "a stack of layers" if count is None else f"one stack of {count} layers, as the config says"
     sizes = [
-        f"`{stem}` with {max(held) + 1}" + (" (of a tower or of MTP, by its name)" if other_stack(stem) else "")
+        f"`{stem}` with {max(held) + 1}"
+        + (" (of a tower or of MTP, by its name)" if other_stack(stem) else "")
         for stem, held in sorted(stacks.items())
     ]
     raise Unclear(

@@ -3,7 +3,15 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from convtools.manifest import XXH3, Manifest, ManifestSource, ManifestTensor, hash_bytes, hash_tensor, made_by
+from convtools.manifest import (
+    XXH3,
+    Manifest,
+    ManifestSource,
+    ManifestTensor,
+    hash_bytes,
+    hash_tensor,
+    made_by,
+)
 from convtools.slicing.origin import Origin
 from convtools.slicing.plan_slice import SlicePlan
 from convtools.stores.base import Payload

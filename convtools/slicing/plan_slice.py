@@ -17,8 +17,8 @@ from convtools.slicing.kinds import kinds
 from convtools.slicing.layers import Layers, find_layers, text_part
 from convtools.slicing.module_names import renumber_modules
 from convtools.slicing.options import SliceOptions
-from convtools.slicing.remarks import check_not_per_layer, gone_kinds, mtp_remarks
 from convtools.slicing.origin import Origin
+from convtools.slicing.remarks import check_not_per_layer, gone_kinds, mtp_remarks
 from convtools.slicing.selection import Chosen, Kind, parse_layers
 from convtools.stores.base import DTYPE_NBYTES
 from convtools.stores.hf_write import INDEX_NAME, plan_hf
@@ -84,6 +84,8 @@ def plan_slice(origin: Origin, options: SliceOptions) -> SlicePlan:
     if options.experts is not None:
         cut_expert_counts(text_part(config), options.experts, changes)
     changes.notes += [*mtp_remarks(text, layers, drop=drop_mtp), *gone_kinds(found, keep, changes.notes)]
+    if options.allow_inexact and origin.conversion is None:
+        changes.notes.append("--allow-inexact: nothing is rounded in a slice of a Hugging Face checkpoint")
     target = _target(origin, options, kept, config, layers, keep)
     dropped = _dropped(origin, layers, keep, parts, drop_mtp=drop_mtp)
     return SlicePlan(layers, found, keep, chosen, nbytes, kept, dropped, config, changes, target)
@@ -166,6 +168,7 @@ def _target(
     shapes = {new: _shape(origin, *k) for new, k in kept.items()}
     dtypes = {new: origin.dtypes[k.source] for new, k in kept.items()}
     pieces = tuple(block(new, k.source, Region.whole(shapes[new])) for new, k in kept.items())
+    sources = {k.source: origin.hf[k.source] for k in kept.values()}
     plan = plan_hf([(n, dtypes[n], shape) for n, shape in shapes.items()], options.shard_nbytes)
     side = [SideFile("config.json", config_bytes(origin, config))]
     for file in origin.side_files:
@@ -179,7 +182,7 @@ def _target(
             side.append(file)
     index = (SideFile(INDEX_NAME, plan.index),) if plan.index else ()
     return Target(
-        "hf", plan.files, Mapping(shapes, origin.hf, pieces), dtypes, side_files=tuple(side), last=index
+        "hf", plan.files, Mapping(shapes, sources, pieces), dtypes, side_files=tuple(side), last=index
     )
 
 

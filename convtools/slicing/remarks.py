@@ -19,11 +19,7 @@ def gone_kinds(kinds: Sequence[Kind], keep: Sequence[int], said: Iterable[str] =
     """
     kept = [kinds[i] for i in keep]
     before = "; ".join(note for note in said if note.startswith(GONE))
-    gone = sorted(
-        word
-        for word in (_halves(kinds) - _halves(kept))
-        if word and word not in before
-    )
+    gone = sorted(word for word in (_halves(kinds) - _halves(kept)) if word and word not in before)
     notes = [f"{GONE}{capped(gone)}"] if gone else []
     if any(map(_attends, kinds)) and not any(map(_attends, kept)):
         notes.append("the slice has no attention: transformers cannot run some hybrid models without any")
@@ -40,7 +36,7 @@ def _attends(kind: Kind) -> bool:
 
 
 def mtp_remarks(text: dict[str, Any], layers: Layers, *, drop: bool) -> list[str]:
-    """A note where the config speaks of MTP layers that have no tensors, or where there is nothing to drop."""
+    """A note where the config speaks of MTP layers without tensors, or where there is nothing to drop."""
     if layers.tail or layers.mtp:
         return []
     depth = mtp_depth(text)
@@ -60,8 +56,8 @@ def check_not_per_layer(text: dict[str, Any], layers: Layers, keys: Sequence[str
             near = difflib.get_close_matches(key, held, 3, 0.4) or held
             raise UsageError(
                 f"--not-per-layer: the config has no list {tick(key)} that is as long as there are layers",
-                expected=capped(map(tick, near)) if near else "no such option: the config has no such list",
-                fix="give the list's own name, without what it lies in",
+                expected=capped(map(tick, near)) if near else None,
+                fix="give the list's own name, without what it lies in" if near else "leave it out",
             )
 
 

@@ -13,7 +13,15 @@ from convtools.layout.mapping import Mapping
 from convtools.layout.piece import block
 from convtools.layout.plan import slabs
 from convtools.layout.region import Region
-from convtools.manifest import MANIFEST_NAME, XXH3, Manifest, ManifestTensor, hash_bytes, hash_tensor, read_manifest
+from convtools.manifest import (
+    MANIFEST_NAME,
+    XXH3,
+    Manifest,
+    ManifestTensor,
+    hash_bytes,
+    hash_tensor,
+    read_manifest,
+)
 from convtools.slicing.layers import Unclear, find_layers, layer_count, text_part
 from convtools.slicing.origin import Origin, open_origin
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
@@ -76,9 +84,7 @@ def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 
     if source is not None:
         faults += _against(open_origin(source), manifest, good, workers)
     nbytes = sum(t.nbytes for t in good.values())
-    return Verification(
-        str(root), source, len(good), nbytes, _once_each(faults), manifest.config is not None
-    )
+    return Verification(str(root), source, len(good), nbytes, _once_each(faults), manifest.config is not None)
 
 
 def _config(manifest: Manifest, store: HFCheckpoint) -> list[Fault]:

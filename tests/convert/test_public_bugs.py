@@ -149,14 +149,13 @@ def test_b04_qkv_biases_follow_the_rows(tmp_path: Path) -> None:
 
 
 def test_b06_rope_permutes_no_rows(tmp_path: Path) -> None:
-    """Half-split RoPE, as in HF: rows of q, k, their biases and their norms come in the order they had."""
-    src, hf = gpt(tmp_path, "Qwen3ForCausalLM", attention_bias=True)
+    """Half-split RoPE, as in HF: rows of q, k and their norms come in the order they had."""
+    src, hf = gpt(tmp_path, "Qwen3ForCausalLM")
     convert(src, tmp_path / "torch", "torch")
     held, at = rank(tmp_path / "torch", 0), "decoder.layers.11.self_attention."
-    for kind in ("weight", "bias"):
-        fused = held[f"{at}linear_qkv.{kind}"].reshape(2, 4, D, -1)  # group, (q q k v), row
-        q = hf[f"model.layers.11.self_attn.q_proj.{kind}"].reshape(2, 2, D, -1)
-        np.testing.assert_array_equal(fused[:, :2], q)
+    fused = held[f"{at}linear_qkv.weight"].reshape(2, 4, D, -1)  # group, (q q k v), row
+    q = hf["model.layers.11.self_attn.q_proj.weight"].reshape(2, 2, D, -1)
+    np.testing.assert_array_equal(fused[:, :2], q)
     for x in "qk":
         norm = hf[f"model.layers.11.self_attn.{x}_norm.weight"]
         np.testing.assert_array_equal(held[f"{at}{x}_layernorm.weight"], norm)

@@ -175,11 +175,11 @@ def keep_a_stale_layer(content: Content, rng: random.Random, _: dict[str, Any]) 
     if found is None:
         return None
     others = [
-        n for n in content
-        if (m := LAYER.match(n)) and m[3] == found[3] and m[2] != found[2] and content[n][1] == content[name][1]
+        n for n, (_, shape, _) in content.items()
+        if (m := LAYER.match(n)) and m[3] == found[3] and m[2] != found[2] and shape == content[name or ""][1]
     ]  # fmt: skip
     other = rng.choice(others) if others else None
-    if other is None or content[other] == content[name]:
+    if name is None or other is None or content[other] == content[name]:
         return None
     return Fault(content | {name: content[other]}, frozenset([name]), ("layer",))
 

@@ -53,6 +53,10 @@ IN, EXPERT, FUSED = (
 NORM, SQUARE = f"{L}0.norm.weight", f"{L}0.square.weight"
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def swapped(tensor: Any, x: slice, y: slice, dim: int = 0) -> Any:
     out = tensor.clone()
     a, b = out.movedim(dim, 0), tensor.movedim(dim, 0)
@@ -71,7 +75,8 @@ def swapped(tensor: Any, x: slice, y: slice, dim: int = 0) -> Any:
         (Q, torch.zeros_like, "B is all zeros: it was never filled"),
         (SQUARE, lambda t: t.T.contiguous(), "B is A transposed"),
         (Q, lambda t: t.T.reshape(t.shape), "B is A transposed and then read in the old shape"),
-        (IN, lambda t: swapped(t, slice(0, 20), slice(20, 40)), "z and x are swapped: rows 0:20 and 20:40 are swapped"),
+        (IN, lambda t: swapped(t, slice(0, 20), slice(20, 40)),
+         "z and x are swapped: rows 0:20 and 20:40 are swapped"),
         (Q, lambda t: torch.roll(t, 6, 0),
          "rows are shifted by 6 (whole heads or groups of QKV): row 0 of B is row 18 of A"),
         (Q, lambda t: t.reshape(4, 6, 8)[[2, 0, 3, 1]].reshape(24, 8),
@@ -86,16 +91,18 @@ def swapped(tensor: Any, x: slice, y: slice, dim: int = 0) -> Any:
          "columns are swapped: column 1 of B is column 5 of A, and the other way round"),
         (FUSED, lambda t: swapped(t, slice(1, 2), slice(3, 4)),
          "experts are swapped: expert 1 of B is expert 3 of A, and the other way round"),
-        (FUSED, lambda t: t[[1, 2, 0, 3]].clone(), "experts 0:3 are shifted by 1: expert 0 of B is expert 1 of A"),
+        (FUSED, lambda t: t[[1, 2, 0, 3]].clone(),
+         "experts 0:3 are shifted by 1: expert 0 of B is expert 1 of A"),
         (FUSED, lambda t: swapped(t, slice(0, 6), slice(6, 12), 1),
          "gate and up are swapped: rows 0:6 and 6:12 are swapped"),
-        (Q, lambda t: t.flatten()[torch.randperm(192, generator=torch.Generator().manual_seed(1))].reshape(24, 8),
+        (Q, lambda t: t.flatten()[torch.randperm(192, generator=seeded(1))].reshape(24, 8),
          "B holds the same elements as A in another order"),
-        (Q, lambda t: t[:20].clone(), "A has 4 rows more, such as padding of the vocabulary; the first 20 are the same"),
+        (Q, lambda t: t[:20].clone(),
+         "A has 4 rows more, such as padding of the vocabulary; the first 20 are the same"),
         (Q, lambda t: t.T.contiguous(), "B is A transposed"),
         (Q, lambda t: t.reshape(12, 16).clone(), "the same elements in the same order, in another shape"),
         (Q, lambda t: torch.where(t > 1, float("inf"), t), None),
-        (Q, lambda t: t + torch.randn(t.shape, generator=torch.Generator().manual_seed(2)), None),
+        (Q, lambda t: t + torch.randn(t.shape, generator=seeded(2)), None),
     ],
 )  # fmt: skip
 def test_every_cause(name: str, change: Any, said: str | None) -> None:

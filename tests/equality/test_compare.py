@@ -18,8 +18,20 @@ from convtools.manifest import XXH3, Manifest, ManifestTensor, encode
 from tests.commands import run
 from tests.convert.small import write_safetensors, write_small_hf
 from tests.equality.equal_pairs import (
-    CASES, LLAMA_TIED, NEMOTRON, QWEN3_FP32, QWEN3_MOE, QWEN3_MOE_FUSED, QWEN3_NEXT, Case, array, fuse, live, put,
-    write_hf, write_megatron,
+    CASES,
+    LLAMA_TIED,
+    NEMOTRON,
+    QWEN3_FP32,
+    QWEN3_MOE,
+    QWEN3_MOE_FUSED,
+    QWEN3_NEXT,
+    Case,
+    array,
+    fuse,
+    live,
+    put,
+    write_hf,
+    write_megatron,
 )  # fmt: skip
 from tests.oracle_cases import Layout, layouts
 from tests.tensors import Content, read_hf, read_rank
@@ -289,6 +301,8 @@ class TestLive:
         assert "2 tensors of A and B are one memory, such as `w`" in found.verdict
         copied = {n: t.clone() for n, t in a.items()}
         assert compare(a, copied).equal is True
+        other = compare(a | {"v": a["v"] + 1}, a)
+        assert other.equal is False and faulty(other) == {"v": DIFFERS}  # what is proven stands
         a["w"][2] = -1
         assert faulty(compare(a, copied)) == {"w": DIFFERS}
 

@@ -46,6 +46,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + n :])
 
 
+HEAD = "lm_head.weight"
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "a truncated shard": lambda b: cut(b / "model.safetensors"),
     "an empty shard": lambda b: (b / "model.safetensors").write_bytes(b""),
@@ -187,7 +188,7 @@ def test_while_it_is_read(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_process_lives_through_a_file_that_shrinks(tmp_path: Path) -> None:
-    """Again and again, from another process: a verdict every time, and never `equal` over what was not read."""
+    """Again and again, from another process: always a verdict, never `equal` over what was not read."""
     a = write_small_hf(tmp_path / "a", {"architectures": ["Unheard"]}, BIG)
     b = write_small_hf(tmp_path / "b", {"architectures": ["Unheard"]}, BIG)
     path = b / "model.safetensors"

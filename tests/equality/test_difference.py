@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from convtools.equality.difference import Meter, bits_differ
-from convtools.equality.numbers import EIGHT_BIT, distance, special, values, wider, widened
+from convtools.equality.numbers import EIGHT_BIT, distance, special, values, widened, wider
 from convtools.equality.options import CompareOptions
 
 TORCH: dict[str, Any] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16, "F16": torch.float16,
 }  # fmt: skip
 
 
@@ -92,7 +93,7 @@ INF = 0x7F800000
     ],
 )  # fmt: skip
 def test_B94_NaN_infinity_and_zeros(a: int, b: int, exact: bool, tolerant: bool) -> None:
-    """Bytes by default; in a tolerant mode NaN only in the same place, infinity only the same, zeros alike."""
+    """Bytes by default; with a tolerance NaN only in the same place, infinity only the same, zeros alike."""
     left, right = np.array([a], "<u4"), np.array([b], "<u4")
     assert (meter(left, right, "F32").different == 0) is exact
     assert (meter(left, right, "F32", ulp=1).different == 0) is tolerant

@@ -1,12 +1,14 @@
 """What once converted silently and computed something else in Megatron; each a test of its whole kind."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import convtools
+from convtools.conversion.megatron_config import hf_side
 from convtools.errors import AccountingError, ConfigError, ConvtoolsError
 from convtools.families import registry
 from tests.convert.small import filled, write_small_hf
@@ -227,3 +229,55 @@ def test_args_of_another_routing_gave_a_config(architecture: str, routing: dict[
     args = args_of(architecture, sliding_window=None) | {"bf16": True} | routing
     derived = (registry.load_family(name).hf_config(args, {}) for name in registry.families())
     assert all(missing for _, missing in derived)
+
+
+def test_biases_of_a_hybrid_model_were_not_in_its_args() -> None:
+    """Megatron gives every linear layer of attention and feed-forward a bias, or none."""
+    name, both = "NemotronHForCausalLM", {"attention_bias": True, "mlp_bias": True}
+    no_experts = {"layers_block_type": ["mamba", "attention", "mlp"]}
+    assert args_of(name, **no_experts, **both)["add_bias_linear"] is True
+    assert args_of(name, layers_block_type=["mamba", "mlp"], mlp_bias=True)["add_bias_linear"] is True
+    assert args_of(name)["add_bias_linear"] is False
+    refused(name, "`attention_bias` and `mlp_bias` differ", **no_experts, mlp_bias=True)
+    refused(name, "`attention_bias` and `mlp_bias` differ", attention_bias=True)  # experts have none
+    refused(name, "mlp_hidden_act", mlp_hidden_act="silu")
+    refused(name, "norm_topk_prob", norm_topk_prob=False)
+
+
+@pytest.mark.parametrize("architecture", ["NemotronHForCausalLM", "Mamba2ForCausalLM"])
+@pytest.mark.parametrize("flag", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
+def test_centred_norms_of_a_hybrid_model_gave_a_config(architecture: str, flag: str) -> None:
+    family = registry.find_family({"architectures": [architecture]})
+    args = args_of(architecture) | {"bf16": True}
+    more = set(family.hf_config(args | {flag: True}, {})[1]) - set(family.hf_config(args, {})[1])
+    assert len(more) == 1
+
+
+@pytest.mark.parametrize("name", ["moe_shared_expert_intermediate_size", "mtp_num_layers", "num_layers"])
+@pytest.mark.parametrize("architecture", TINY)
+def test_strange_args_were_a_traceback(architecture: str, name: str) -> None:
+    for value in STRANGE:
+        with pytest.raises(ConfigError, match="cannot be derived") as raised:
+            hf_side(Path("/nowhere"), None, args_of(architecture, sliding_window=None) | {name: value}, {})
+            raise ConfigError("cannot be derived: the value does not matter here")
+        assert len(str(raised.value)) < 12_000
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Mamba2ForCausalLM"])
+def test_a_config_of_many_layers_was_compared_for_minutes(architecture: str, tmp_path: Path) -> None:
+    """Every missing name was compared with every other one, for an error that shows 20 of them."""
+    model = described(architecture, {}, {})
+    content = content_of(model, "BF16", 1)
+    content |= {f"model.layers.0.other.{i}": ("BF16", (1,), b"\0\0") for i in range(200)}
+    src = write_small_hf(tmp_path / "hf", model.config | {"num_hidden_layers": 9_000}, content)
+    began = time.process_time()
+    with pytest.raises(AccountingError, match=r"and .* more"):
+        convtools.open_source(src)
+    assert time.process_time() - began < 20
+
+
+def test_qwen3_5_norms_the_routers_weights_whatever_its_config_says() -> None:
+    moe = ("Qwen3NextForCausalLM", "Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")
+    found = {a: args_of(a, norm_topk_prob=False)["moe_router_pre_softmax"] for a in moe}
+    assert found.pop("Qwen3_5MoeForCausalLM") is False
+    assert [found[a] for a in ("Qwen3NextForCausalLM", "Qwen3MoeForCausalLM")] == [True, True]

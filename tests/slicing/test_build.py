@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from convtools.errors import AccountingError, ConvtoolsError, StorageError
+from convtools.errors import AccountingError, ConvtoolsError, StorageError, UsageError
 from convtools.inspection import inspect
 from convtools.slicing.verification import verify_slice
 from tests.commands import (
@@ -133,8 +133,85 @@ def test_a_stack_that_the_user_names(tmp_path: Path, dst: Path) -> None:
         assert differences(by_hand(content, [5, 4], prefix="model.layers."), read_hf(out)) == []
         assert verify_slice(out, str(src)).whole
         (out / "config.json").write_text('{"num_hidden_layers": 1}')
+        assert [fault.tensor for fault in verify_slice(out).faults] == ["config.json"]
+        manifest = json.loads((out / "convtools.manifest.json").read_text())
+        del manifest["config"]
+        (out / "convtools.manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(ConvtoolsError):
             verify_slice(out)
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_prefix": "bert.encoder.layer"}])
+def test_a_model_that_is_an_encoder(tmp_path: Path, dst: Path, options: dict[str, Any]) -> None:
+    names = [f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(3)]
+    content = filled({name: ("BF16", (2, 3)) for name in [*names, "bert.embeddings.word_embeddings.weight"]})
+    config = {
+        "model_type": "bert", "num_hidden_layers": 3,
+        "quantization_config": {"ignore": ["bert.encoder.layer.2.attention.self.query", "encoder.layer.1"]},
+    }  # fmt: skip
+    src = write_small_hf(tmp_path / "src", config, content)
+    cut(src, dst, layers="0,2", **options)
+    assert differences(by_hand(content, [0, 2], prefix="bert.encoder.layer."), read_hf(dst)) == []
+    made = json.loads((dst / "config.json").read_text())
+    assert made["num_hidden_layers"] == 2
+    assert made["quantization_config"] == {"ignore": ["bert.encoder.layer.1.attention.self.query"]}
+    assert verify_slice(dst, str(src)).whole
+
+
+def test_an_mtp_head_that_is_not_there_is_said(tmp_path: Path, dst: Path) -> None:
+    content = filled({f"model.layers.{i}.mlp.up_proj.weight": ("BF16", (2, 3)) for i in range(3)})
+    config: dict[str, Any] = {"model_type": "strange", "num_hidden_layers": 3}
+    src = write_small_hf(tmp_path / "src", config | {"num_nextn_predict_layers": 1}, content)
+    said = "`num_nextn_predict_layers` 1: the source has no tensors of an MTP head"
+    for mtp, then in (("keep", "left as it says"), ("drop", "there is nothing to drop")):
+        notes = cut(src, dst, mtp=mtp, dry_run=True).notes
+        assert [note for note in notes if note.startswith(said) and then in note], notes
+    without = write_small_hf(tmp_path / "without", config, content)
+    assert "--mtp drop: the model has no MTP head" in cut(without, dst, mtp="drop", dry_run=True).notes
+    assert not [note for note in cut(without, dst, dry_run=True).notes if "MTP" in note]
+
+
+def test_what_is_no_longer_there_is_said(src: Path, dst: Path) -> None:
+    notes = cut(src, dst, layers="0,1", dry_run=True).notes
+    assert "no layer of the slice is any more: attention, dense" in notes
+    assert [note for note in notes if note.startswith("the slice has no attention")]
+    assert not [note for note in cut(src, dst, dry_run=True).notes if "slice" in note]
+
+
+def test_options_that_would_do_nothing(src: Path, dst: Path) -> None:
+    def config(**more: Any) -> None:
+        (src / "config.json").write_text(json.dumps(HYBRID | more))
+
+    with pytest.raises(UsageError, match="no list `foo`") as caught:
+        cut(src, dst, not_per_layer=("foo",))
+    assert "leave it out" in str(caught.value)
+    config(some_scales=[1.0] * 11, inner={"other_scales": [2] * 11})
+    with pytest.raises(UsageError) as caught:
+        cut(src, dst, not_per_layer=("some_scale",))
+    assert "expected: `some_scales`" in str(caught.value)
+    cut(src, dst, layers="0,1", not_per_layer=("other_scales",))
+    made = json.loads((dst / "config.json").read_text())
+    assert made["some_scales"] == [1.0] * 2 and made["inner"] == {"other_scales": [2] * 11}
+    notes = cut(src, dst.with_name("other"), allow_inexact=True, dry_run=True).notes
+    assert [note for note in notes if note.startswith("--allow-inexact: nothing is rounded")]
+
+
+def test_into_a_pipe_no_line_is_wrapped_or_filled_up(src: Path, dst: Path) -> None:
+    done = run("slice", src, dst, "--cover", "pairs", "--experts", "2", "--dry-run")
+    assert done.returncode == 0, done
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert max(map(len, lines)) > 80
+    head = sum(name.startswith("mtp.") for name in read_hf(src))
+    kept = head - sum(
+        f".experts.{i}." in name and name.startswith("mtp.") for name in read_hf(src) for i in (2, 3)
+    )
+    assert f"outside the layers  {kept} of the tensors are the MTP head's" in done.stdout
+    assert f"hybrid_override_pattern: '{PATTERN}' -> 'MEEM*E-'" in done.stdout
+    assert " in 1 file of weights" in done.stdout
+    rows = [line for line in lines if " before " in line]
+    assert len(rows) == 7 and "the cheapest mamba before MoE;" in rows[0]
+    assert [row for row in rows if "the cheapest mamba before attention, attention before MoE;" in row]
 
 
 def test_a_dry_run_writes_nothing_and_says_the_same(src: Path, dst: Path) -> None:
@@ -210,7 +287,9 @@ def test_torch_is_never_imported(src: Path, dst: Path) -> None:
         (("--cover", "nothing"), 2, "nothing"),
         (("--mtp", "maybe"), 2, "maybe"),
         (("--experts", "0"), 2, "not a positive number"),
-        (("--experts", "99"), 2, "1 to 4"),
+        (("--experts", "99"), 2, "2 to 4"),
+        (("--experts", "1"), 2, "at least 2: the router takes the top 2 of each group"),
+        (("--not-per-layer", "foo"), 2, "no list `foo`"),
         (("--max-shard-size", "many"), 2, "many"),
         (("--layer-prefix", "nope"), 2, "begins with `nope"),
         (("--iteration", "3"), 2, "for a Megatron source"),

@@ -8,7 +8,14 @@ import pytest
 
 from convtools.errors import AccountingError, ConfigError, UsageError
 from convtools.slicing.config_cut import Changes
-from convtools.slicing.experts import Part, cut_expert_counts, expert_count, experts_kept
+from convtools.slicing.experts import (
+    Part,
+    check_experts,
+    cut_expert_counts,
+    expert_count,
+    experts_kept,
+    fewest_experts,
+)
 from tests.commands import SMALL
 from tests.convert.small import filled, write_small_hf
 from tests.families.tiny_configs import TINY, described, inventory
@@ -116,6 +123,12 @@ COUNTS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
      {"n_routed_experts": 16, "num_experts_per_tok": 2}),
     ({"n_routed_experts": 64, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}, 1,
      {"n_routed_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}),
+    ({"n_routed_experts": 64, "num_experts_per_tok": 8, "num_expert_group": 8, "topk_group": 4}, 6,
+     {"n_routed_experts": 6, "num_expert_group": 3, "topk_group": 3, "num_experts_per_tok": 6}),
+    ({"n_routed_experts": 256, "num_experts_per_tok": 8, "model_type": "deepseek_v3"}, 16,
+     {"n_routed_experts": 16}),
+    ({"n_routed_experts": 256, "num_experts_per_tok": 8, "model_type": "deepseek_v3"}, 4,
+     {"n_routed_experts": 4, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 4}),
     ({"num_experts": 8, "num_experts_per_tok": 2, "num_local_experts": 8}, 2, {"num_experts": 2,
      "num_local_experts": 2}),
     ({"moe_num_experts": 8, "moe_k": 6}, 2, {"moe_num_experts": 2, "moe_k": 2}),
@@ -133,14 +146,44 @@ def test_counts_groups_and_topk(text: dict[str, Any], keep: int, changed: dict[s
     assert all(any(f"`{key}` is clipped" in note for note in changes.notes) for key in clipped)
 
 
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [
+        ({"model_type": "deepseek_v3", "n_group": 8}, 2),
+        ({"model_type": "glm4_moe", "n_group": 1}, 2),
+        ({"model_type": "nemotron_h"}, 2),
+        ({"model_type": "kimi_k2", "n_group": 1, "topk_method": "noaux_tc"}, 2),
+        ({"model_type": "phimoe"}, 2),
+        ({"model_type": "jamba"}, 2),
+        ({"model_type": "deepseek_v2", "n_group": 8, "topk_method": "group_limited_greedy"}, 1),
+        ({"model_type": "minimax_m2"}, 1),
+        ({"model_type": "qwen3_moe"}, 1),
+    ],
+    ids=str,
+)
+def test_the_fewest_experts_that_a_router_works_with(text: dict[str, Any], least: int) -> None:
+    assert fewest_experts(text)[0] == least
+    check_experts(least, 8, text)
+    if least > 1:
+        with pytest.raises(UsageError, match="--experts 1 is too few") as caught:
+            check_experts(1, 8, text)
+        assert f"at least {least}: the " in str(caught.value)
+
+
+def test_a_token_s_number_of_experts_that_the_config_does_not_say() -> None:
+    changes = Changes()
+    cut_expert_counts({"num_experts": 8}, 2, changes)
+    assert [n for n in changes.notes if "does not say how many experts a token goes to" in n] == changes.notes
+
+
 def test_counts_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="contradicts itself"):
         expert_count({"num_experts": 8, "num_local_experts": 4})
-    with pytest.raises(UsageError, match="no number of routed experts"):
+    with pytest.raises(UsageError, match="this model has no routed experts"):
         expert_count({})
     with pytest.raises(UsageError) as caught:
         expert_count({"num_experts": [4, 8]})
-    assert "a list in `num_experts`" in str(caught.value)
+    assert "`num_experts` gives each layer a number of its own" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [n for n in TINY if any("expert" in k for k in TINY[n].config)])

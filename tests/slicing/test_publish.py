@@ -281,6 +281,29 @@ def test_what_is_no_checkpoint(hub: Hub, folder: Path) -> None:
     fails(UsageError, ["not a directory"], folder / "absent")
 
 
+def test_a_fault_of_the_folder_is_named_before_any_of_the_network(hub: Hub, folder: Path) -> None:
+    with_manifest(folder)
+    raw = (folder / SHARDS[1]).read_bytes()
+    (folder / SHARDS[1]).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    nowhere = ({"HF_TOKEN": ""}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"})
+    for env in nowhere:
+        refused(by_command(hub, folder, **env), "`model.norm.weight` has the xxh3-128")
+    for name in (*SHARDS, "model.safetensors.index.json", MANIFEST_NAME):
+        (folder / name).unlink()
+    for env in nowhere:
+        done = by_command(hub, folder, **env)
+        refused(done, "no weights")
+        assert "token" not in done.stderr and "Hub" not in done.stderr
+    assert hub.requests == []
+
+
+def test_a_config_that_is_not_the_manifest_s(hub: Hub, folder: Path) -> None:
+    with_manifest(folder, config="0" * 32)
+    before = stamps(folder)
+    fails(CheckpointError, ["`config.json` has the xxh3-128", "not 00000000"], folder)
+    untouched(hub, folder, before)
+
+
 def test_what_is_no_repository(hub: Hub, folder: Path) -> None:
     for name in ("slice", "org/slice@v1", "../slice", "org/a/b"):
         fails(UsageError, ["not the name of a repository"], folder, name)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from convtools.errors import UsageError
 from convtools.slicing.build import slice_checkpoint
 from convtools.slicing.options import SliceOptions
 from convtools.slicing.report import SliceReport
@@ -247,6 +248,34 @@ LAYERS = {
     "MixtralForCausalLM": ("0,3", "1-3"),
     "olmo2": ("2,2,5", "6,0"),
 }
+
+
+def test_one_expert_runs_or_is_refused(hf: ModuleType, tmp_path: Path) -> None:
+    """Every model with experts: a slice with a single one is not written, or works."""
+    refused, works = set(), set()
+    for name in [*(n for n in NATIVE if n in TINY), *STRANGERS]:
+        fields = (
+            TINY[name].config | OURS.get(name, {}) if name in TINY else {"model_type": name} | STRANGERS[name]
+        )
+        if not any("expert" in key for key in fields) or name == "ernie4_5_moe":
+            continue
+        made(hf, fields).save_pretrained(tmp_path / name)
+        try:
+            sliced(tmp_path / name, tmp_path / f"{name} 1", layers=LAYERS.get(name, ("0,3,4",))[0], experts=1)
+        except UsageError as error:
+            assert "--experts 1 is too few" in str(error)
+            refused.add(name)
+            continue
+        assert all(state.isfinite().all() for state in states(loaded(hf, tmp_path / f"{name} 1"))), name
+        works.add(name)
+    assert {
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "NemotronHForCausalLM",
+        "dots1",
+        "phimoe",
+    } <= refused
+    assert {"DeepseekV2ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "olmoe"} <= works
 
 
 @pytest.mark.parametrize("name", NATIVE)

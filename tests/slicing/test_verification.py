@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings, strategies as st
 
 from convtools.errors import CheckpointError, ConvtoolsError, UsageError
@@ -143,6 +144,8 @@ def test_a_config_that_says_one_layer_too_many_or_too_few(whole: Path, layers: i
     (whole / "config.json").write_text(
         json.dumps(config | {"num_hidden_layers": layers, "hybrid_override_pattern": pattern})
     )
+    assert faults(verify_slice(whole)).keys() == {"config.json"}
+    without_config(whole)
     with pytest.raises(
         ConvtoolsError, match=r"layers without any tensor: 5|that the config does not have: 4"
     ):
@@ -194,6 +197,40 @@ def manifest(root: Path) -> dict[str, Any]:
     return dict(json.loads((root / MANIFEST_NAME).read_text()))
 
 
+def without_config(root: Path) -> None:
+    """The manifest as it was before it covered config.json."""
+    found = manifest(root)
+    del found["config"]
+    (root / MANIFEST_NAME).write_text(json.dumps(found))
+
+
+def test_a_changed_config_is_a_fault(whole: Path, src: Path) -> None:
+    raw = (whole / "config.json").read_bytes()
+    assert manifest(whole)["config"] == xxhash.xxh3_128(raw).hexdigest()
+    (whole / "config.json").write_bytes(raw + b" ")
+    want = (
+        f"xxh3-128 is {xxhash.xxh3_128(raw + b' ').hexdigest()}, expected {xxhash.xxh3_128(raw).hexdigest()}"
+    )
+    for source in (None, str(src)):
+        assert faults(verify_slice(whole, source)) == {"config.json": want}
+    done = run("verify", whole)
+    assert done.returncode == 1 and f"config.json: {want}\n1 fault: " in done.stdout
+    without_config(whole)
+    assert verify_slice(whole).whole and not verify_slice(whole).config_covered
+    assert "(config.json not: the manifest has no hash)" in run("verify", whole).stdout
+
+
+def test_a_damaged_tensor_counts_once(whole: Path, src: Path) -> None:
+    def change(content: Content) -> None:
+        dtype, shape, data = content["lm_head.weight"]
+        content["lm_head.weight"] = (dtype, shape, bytes([data[0] ^ 1]) + data[1:])
+
+    rewritten(whole, change)
+    found = verify_slice(whole, str(src))
+    assert [fault.tensor for fault in found.faults] == ["lm_head.weight"]
+    assert "xxh3-128 is" in found.faults[0].what and "; its bytes are not those of" in found.faults[0].what
+
+
 def test_a_manifest_without_a_hash_proves_nothing(whole: Path) -> None:
     found = manifest(whole)
     found["tensors"]["lm_head.weight"]["hashes"] = {}
@@ -210,12 +247,15 @@ def test_exit_codes(whole: Path, src: Path, tmp_path: Path) -> None:
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     done = run("verify", whole)
-    assert done.returncode == 1 and "1 faults" in done.stdout and "xxh3-128 is" in done.stdout
+    assert done.returncode == 1 and "\n1 fault: " in done.stdout and "xxh3-128 is" in done.stdout
     assert len(json.loads(run("verify", whole, "--json").stdout)["faults"]) == 1
     path.write_bytes(raw[:-1])
-    refused(run("verify", whole), WEIGHTS, code=1)
+    refused(run("verify", whole), WEIGHTS, code=2)
     refused(run("verify", tmp_path / "nothing"), "is not a directory", code=2)
-    refused(run("verify", src), f"no `{MANIFEST_NAME}`", code=1)
+    refused(run("verify", src), f"no `{MANIFEST_NAME}`", code=2)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / MANIFEST_NAME).write_text("{")
+    refused(run("verify", tmp_path / "bare"), MANIFEST_NAME, code=2)
     assert run("verify").returncode == 2
     path.write_bytes(raw)
     refused(

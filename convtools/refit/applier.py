@@ -1,0 +1,368 @@
+"""Where consumed bytes go, and how they are taken back: shadow copies, or in place with an undo log.
+
+What an engine implements is `Weights`: its tensors by name, as writable memory. What the transaction
+needs is `Applier`; the two here, over any `Weights`, are the ones that engines use.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from convtools.errors import UsageError, capped, tick
+from convtools.refit.errors import RefitError
+from convtools.refit.plan import RefitPlan, Tensor
+from convtools.stores.base import FROM_TORCH
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Bytes = np.ndarray[Any, Any]
+
+SHADOW, UNDO, QUARANTINE = "shadow", "undo", "quarantine"
+
+
+class Weights(Protocol):
+    """An engine's tensors."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All that a push must bring."""
+
+    def aliases(self) -> Mapping[str, str]:
+        """Names whose memory is that of another one: such as a tied head -> the embedding."""
+
+    def buffer(self, name: str) -> "Bytes":
+        """The live bytes of a tensor, writable."""
+
+    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
+        """Serve these bytes from now on, all of them; nobody reads meanwhile."""
+
+
+class Applier(Protocol):
+    """What a transaction does with bytes. `abort` may follow any of the others but `finish`."""
+
+    mode: str
+    """shadow, undo, quarantine, or the applier's own word."""
+
+    def accept(self, plan: RefitPlan) -> None:
+        """Raises RefitError, naming the tensors, unless it takes exactly these."""
+
+    def undo_bytes(self) -> int:
+        """Memory beside the staging buffers that makes a transaction undoable."""
+
+    def in_place(self) -> bool:
+        """Whether writing changes what is served."""
+
+    def begin(self, plan: RefitPlan) -> None:
+        """A transaction begins."""
+
+    def write(self, tensor: Tensor, start: int, data: "Bytes") -> "Bytes":
+        """Put bytes where they belong; returns them as they lie there now."""
+
+    def swap(self, version: int) -> None:
+        """Make what was written what is served."""
+
+    def finish(self) -> None:
+        """The version was raised: forget how it was before."""
+
+    def abort(self) -> bool:
+        """Back to what it was; False where that is no longer possible."""
+
+    def serves(self, tensor: Tensor) -> "Bytes | None":
+        """The bytes that are served; None where they cannot be read back."""
+
+    def pending(self, tensor: Tensor) -> "Bytes | None":
+        """The bytes that a commit would serve."""
+
+
+class TensorWeights:
+    """Named torch tensors or numpy arrays in the memory of the CPU; their addresses never change."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        """Raises UsageError, naming the tensor, for what is not contiguous, or no tensor."""
+        self._bytes = {name: writable_bytes(name, tensor) for name, tensor in named.items()}
+        self._tensors = {name: described(name, tensor) for name, tensor in named.items()}
+        first: dict[tuple[int, int], str] = {}
+        self._aliases: dict[str, str] = {}
+        for name, data in self._bytes.items():
+            if not data.size:
+                continue
+            of = first.setdefault((data.__array_interface__["data"][0], data.size), name)
+            if of != name:
+                self._aliases[name] = of
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All of them, aliases included."""
+        return self._tensors
+
+    def aliases(self) -> Mapping[str, str]:
+        """Names with the very memory of another."""
+        return self._aliases
+
+    def buffer(self, name: str) -> "Bytes":
+        """Its live bytes."""
+        return self._bytes[name]
+
+    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
+        """Copy them to where the tensors lie."""
+        for name, data in buffers.items():
+            self._bytes[name][:] = data
+
+
+class SwappedWeights(TensorWeights):
+    """The same, for an engine that can be pointed at other memory: a commit costs no copy.
+
+    `point(name, bytes)` makes the engine use these bytes for the tensor and for its aliases.
+    """
+
+    def __init__(self, named: Mapping[str, Any], point: "Callable[[str, Bytes], None]") -> None:
+        super().__init__(named)
+        self._point = point
+
+    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
+        """Point the engine at them; what it used before becomes the caller's."""
+        done: dict[str, Bytes] = {}
+        try:
+            for name, data in buffers.items():
+                done[name] = self._bytes[name]
+                self._point(name, data)
+        except BaseException:
+            for name, data in done.items():
+                self._point(name, data)
+            raise
+        for name, data in buffers.items():
+            self._bytes[name] = data
+        for name, of in self._aliases.items():
+            self._bytes[name] = self._bytes[of]
+
+
+class _OverWeights:
+    """What both appliers share: names, aliases, reading back."""
+
+    mode = ""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def accept(self, plan: RefitPlan) -> None:
+        """Every tensor of the engine under one of its names at least, and no other."""
+        wanted, aliases = self._weights.tensors(), self._weights.aliases()
+        given = {t.name: t for t in plan.tensors}
+        kept = {aliases.get(name, name) for name in given}
+        problems = [f"unknown: {tick(n)}" for n in given if n not in wanted]
+        problems += [f"missing: {tick(n)}" for n in wanted if aliases.get(n, n) not in kept]
+        problems += [
+            f"{tick(n)} is {t.dtype} {list(t.shape)} here, {given[n].dtype} {list(given[n].shape)} there"
+            for n, t in wanted.items()
+            if n in given and given[n] != t
+        ]
+        if problems:
+            raise RefitError("the engine has other tensors", found=capped(problems))
+
+    def aliases(self) -> Mapping[str, str]:
+        """Names that must come with the same bytes as another."""
+        return self._weights.aliases()
+
+    def serves(self, tensor: Tensor) -> "Bytes | None":
+        """Its live bytes."""
+        return self._weights.buffer(tensor.name)
+
+    def _own(self, name: str) -> str:
+        return self._weights.aliases().get(name, name)
+
+
+class ShadowApplier(_OverWeights):
+    """Buckets go to copies of the tensors; requests are answered until the commit."""
+
+    mode = SHADOW
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights)
+        self._shadows: dict[str, Bytes] = {}
+        self._before: dict[str, Bytes] | None = None
+
+    def undo_bytes(self) -> int:
+        """A second model, kept for life."""
+        names = {self._own(n) for n in self._weights.tensors()}
+        return sum(self._weights.tensors()[n].nbytes for n in names)
+
+    def in_place(self) -> bool:
+        """It does not touch what is served."""
+        return False
+
+    def begin(self, plan: RefitPlan) -> None:
+        """Make the copies' memory, the first time."""
+        import numpy as np
+
+        self._before = None
+        for name in {self._own(t.name) for t in plan.tensors}:
+            if name not in self._shadows:
+                self._shadows[name] = np.zeros(self._weights.tensors()[name].nbytes, "u1")
+
+    def write(self, tensor: Tensor, start: int, data: "Bytes") -> "Bytes":
+        """Into the copy."""
+        to = self._shadows[self._own(tensor.name)][start : start + len(data)]
+        to[:] = data
+        return to
+
+    def swap(self, version: int) -> None:
+        """The copies' bytes are served, and what was served is the copy."""
+        before = {name: self._weights.buffer(name) for name in self._shadows}
+        if isinstance(self._weights, SwappedWeights):
+            self._before = before
+            self._weights.adopt(self._shadows)
+            self._shadows = before
+            return
+        # The tensors' addresses stay: their bytes change places with the copies'.
+        self._before = {}
+        for name, live in before.items():
+            self._before[name] = live
+            _exchange(live, self._shadows[name])
+
+    def finish(self) -> None:
+        """Nothing to give back: the copies are for the next push."""
+        self._before = None
+
+    def abort(self) -> bool:
+        """Before the swap nothing was touched; after it, swap back."""
+        before, self._before = self._before, None
+        if before is None:
+            return True
+        if isinstance(self._weights, SwappedWeights):
+            now = {name: self._weights.buffer(name) for name in before}
+            if any(now[name] is not before[name] for name in before):
+                self._weights.adopt(before)
+                self._shadows = now
+            return True
+        for name, live in before.items():
+            _exchange(live, self._shadows[name])
+        return True
+
+    def pending(self, tensor: Tensor) -> "Bytes | None":
+        """The copy."""
+        return self._shadows.get(self._own(tensor.name))
+
+
+class InPlaceApplier(_OverWeights):
+    """Buckets go straight to the tensors; with a budget, what they overwrite is kept.
+
+    Without one, or for a model that it does not hold, an abort leaves a mix: the engine is quarantined
+    until a full push succeeds.
+    """
+
+    def __init__(self, weights: Weights, undo_budget: int = 0) -> None:
+        """Raises UsageError for a budget that holds less than the model: half an undo is none."""
+        super().__init__(weights)
+        total = sum(
+            t.nbytes for n, t in weights.tensors().items() if self._own(n) == n
+        )  # fmt: skip
+        if 0 < undo_budget < total:
+            raise UsageError(
+                f"an undo log of {undo_budget} bytes cannot hold the model",
+                expected=f"{total} bytes, or 0 for quarantine until a full push",
+            )
+        self.mode = UNDO if undo_budget else QUARANTINE
+        self._log: list[tuple[Bytes, Bytes]] = []
+        self._kept: dict[str, Bytes] = {}
+        self._bytes = total if undo_budget else 0
+        self._wrote = False
+
+    def undo_bytes(self) -> int:
+        """Host memory of the undo log."""
+        return self._bytes
+
+    def in_place(self) -> bool:
+        """It writes over what is served."""
+        return True
+
+    def begin(self, plan: RefitPlan) -> None:
+        """Make the log's memory, the first time."""
+        import numpy as np
+
+        self._log, self._wrote = [], False
+        if self.mode == UNDO and not self._kept:
+            own = {self._own(t.name) for t in plan.tensors}
+            self._kept = {n: np.zeros(self._weights.tensors()[n].nbytes, "u1") for n in own}
+
+    def write(self, tensor: Tensor, start: int, data: "Bytes") -> "Bytes":
+        """Into the tensor itself, after its old bytes were kept."""
+        live = self._weights.buffer(tensor.name)[start : start + len(data)]
+        # An alias is written twice: only the first time are the old bytes there to be kept.
+        first = not any(old[0] is live or _overlap(old[0], live) for old in self._log) if (
+            tensor.name in self._weights.aliases() or tensor.name in self._weights.aliases().values()
+        ) else True
+        if self.mode == UNDO and first:
+            kept = self._kept[self._own(tensor.name)][start : start + len(data)]
+            kept[:] = live
+            self._log.append((live, kept))
+        self._wrote = True
+        live[:] = data
+        return live
+
+    def swap(self, version: int) -> None:
+        """It is served already; the gate is closed."""
+
+    def finish(self) -> None:
+        """Forget the old bytes."""
+        self._log, self._wrote = [], False
+
+    def abort(self) -> bool:
+        """The old bytes back, the last written first."""
+        if self.mode == QUARANTINE:
+            return not self._wrote
+        while self._log:
+            live, kept = self._log.pop()
+            live[:] = kept
+        return True
+
+    def pending(self, tensor: Tensor) -> "Bytes | None":
+        """What lies in the tensor."""
+        return self._weights.buffer(tensor.name)
+
+
+def _overlap(a: "Bytes", b: "Bytes") -> bool:
+    import numpy as np
+
+    return bool(np.shares_memory(a, b, max_work=1))
+
+
+def _exchange(a: "Bytes", b: "Bytes", step: int = 1 << 18) -> None:
+    """Two buffers change contents, a cache's worth at a time."""
+    for at in range(0, len(a), step):
+        kept = a[at : at + step].copy()
+        a[at : at + step] = b[at : at + step]
+        b[at : at + step] = kept
+
+
+def described(name: str, tensor: Any) -> Tensor:
+    """Name, dtype and shape of a torch tensor or numpy array. Raises UsageError for what is neither."""
+    if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
+        raise UsageError(f"{tick(name)} is no tensor", found=type(tensor).__name__)
+    text = str(tensor.dtype).removeprefix("torch.")
+    if text not in FROM_TORCH:
+        raise UsageError(f"{tick(name)} is of a dtype that no store holds", found=text)
+    return Tensor(name, FROM_TORCH[text], tuple(int(n) for n in tensor.shape))
+
+
+def writable_bytes(name: str, tensor: Any) -> "Bytes":
+    """The memory of a tensor, not a copy. Raises UsageError unless it is contiguous, here, and writable."""
+    flat = flat_bytes(name, tensor)
+    if flat is None or not flat.flags.writeable:
+        raise UsageError(
+            f"{tick(name)} is no contiguous writable memory of the CPU", fix="make it contiguous"
+        )
+    return flat
+
+
+def flat_bytes(name: str, tensor: Any) -> "Bytes | None":
+    """The memory of a tensor as bytes, in order; None where it does not lie so."""
+    import numpy as np
+
+    described(name, tensor)
+    if hasattr(tensor, "data_ptr"):
+        import torch
+
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        if tensor.numel() == 0:
+            return np.zeros(0, "u1")
+        return np.asarray(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view("u1") if tensor.flags.c_contiguous else None

@@ -1,0 +1,135 @@
+"""The ring of buckets: memory that both ends see, which only its maker can write and nobody can shrink.
+
+One sealed memfd for the life of a sync. Its pages are touched before the first push, because the first
+touch of a page costs several times the copy into it.
+"""
+
+import fcntl
+import mmap
+import os
+from types import TracebackType
+from typing import Self
+
+import xxhash
+
+from convtools.errors import UsageError
+from convtools.refit.errors import PeerError, RefitError
+from convtools.refit.plan import ALIGN
+
+F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python 3.11 has no name for it
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+MAX_STAGING = 1 << 40
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+def checksum(data: memoryview) -> bytes:
+    """xxh3-128 of a bucket's bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
+class _Slots:
+    """Equal buffers in one mapping."""
+
+    def __init__(self, mapping: mmap.mmap, bucket_bytes: int, slots: int) -> None:
+        self.bucket_bytes, self.slots = bucket_bytes, slots
+        self._mapping: mmap.mmap | None = mapping
+        self._view = memoryview(mapping)
+
+    def slot(self, i: int, nbytes: int) -> memoryview:
+        """The first `nbytes` of buffer `i`. Raises RefitError where there is no such buffer."""
+        if not (0 <= i < self.slots and 0 <= nbytes <= self.bucket_bytes):
+            raise RefitError(
+                "a bucket lies outside of the ring",
+                expected=f"{self.slots} buffers of {self.bucket_bytes} bytes",
+                found=f"{nbytes} bytes of buffer {i}",
+            )
+        return self._view[i * self.bucket_bytes : i * self.bucket_bytes + nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        """All staging memory."""
+        return self.bucket_bytes * self.slots
+
+    def close(self) -> None:
+        """Unmap it. What still looks at a slot keeps the pages until it lets go."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            self._view.release()
+            try:
+                mapping.close()
+            except BufferError:  # a numpy array still points into it: unmapped when that goes
+                pass
+
+
+class Ring(_Slots):
+    """The producer's end: `slots` buffers of `bucket_bytes`, made, touched and sealed."""
+
+    def __init__(self, bucket_bytes: int, slots: int = 2) -> None:
+        """Raises UsageError for sizes that cannot be, RefitError where there is no memory for it."""
+        if slots < 2 or bucket_bytes <= 0 or bucket_bytes % ALIGN or bucket_bytes * slots > MAX_STAGING:
+            raise UsageError(
+                f"no ring of {slots} buckets of {bucket_bytes} bytes",
+                expected=f"at least two, of a multiple of {ALIGN} bytes",
+            )
+        self.fd = -1
+        try:
+            self.fd = os.memfd_create("convtools-refit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, bucket_bytes * slots)
+            mapping = mmap.mmap(self.fd, bucket_bytes * slots)
+            _touch(mapping)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)  # the mapping that exists stays writable
+        except OSError as error:
+            self._close_fd()
+            raise RefitError(f"no memory for the staging buffers: {error.strerror}") from None
+        super().__init__(mapping, bucket_bytes, slots)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        super().close()
+        self._close_fd()
+
+    def _close_fd(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RingView(_Slots):
+    """The consumer's end, which cannot write."""
+
+    def __init__(self, fd: int, bucket_bytes: int, slots: int) -> None:
+        """Takes `fd` and closes it. Raises PeerError unless it is sealed and of that size."""
+        try:
+            if bucket_bytes <= 0 or slots <= 0 or bucket_bytes * slots > MAX_STAGING:
+                raise PeerError("a ring cannot be of that size", found=f"{slots} of {bucket_bytes} bytes")
+            try:
+                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            except OSError:
+                raise PeerError("what was passed is no memory that can be sealed") from None
+            if seals & SEALS != SEALS:
+                raise PeerError("the ring is not sealed", expected=f"{SEALS:#x}", found=f"{seals:#x}")
+            if (size := os.fstat(fd).st_size) != bucket_bytes * slots:
+                raise PeerError("the ring is of another size", expected=bucket_bytes * slots, found=size)
+            try:
+                mapping = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
+            except OSError as error:
+                raise PeerError(f"the ring cannot be mapped: {error.strerror}") from None
+        finally:
+            os.close(fd)
+        super().__init__(mapping, bucket_bytes, slots)
+
+
+def _touch(mapping: mmap.mmap) -> None:
+    try:
+        mapping.madvise(_POPULATE_WRITE)
+    except OSError:  # an older kernel
+        for at in range(0, len(mapping), mmap.PAGESIZE):
+            mapping[at] = 0

@@ -1,0 +1,1 @@
+"""How frames and buckets travel between the two ends of a refit."""

@@ -1,0 +1,367 @@
+"""The engine's side of a transaction, whatever carries it: questions in, answers out.
+
+    clean --Open--> updating --Commit--> clean, at the new version
+                    updating --Abort, lease over, peer gone, any fault--> clean, at the old version
+                                                                      --> poisoned, where it cannot go back
+    poisoned --Open ... Commit--> clean: only a full push heals it
+
+The version is raised in one place, after the swap. One transaction at a time; an attempt's token must be
+higher than any before it, and whatever carries another token or nonce touches nothing.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from convtools.equality.fingerprint import Fingerprint
+from convtools.errors import ConvtoolsError, capped, tick
+from convtools.refit.applier import Applier
+from convtools.refit.bucket import checksum
+from convtools.refit.coverage import Coverage
+from convtools.refit.errors import NotServing, RefitError
+from convtools.refit.gate import Gate
+from convtools.refit.plan import RefitPlan, Tensor, make_plan
+from convtools.refit.protocol import (
+    CLEAN, FINGERPRINT_NBYTES, POISONED, PROTOCOL, UPDATING, Abort, Aborted, Agree, Agreed, Answer, Ask,
+    Bucket, Commit, Committed, Consumed, Open, Opened, PartRow, Prepare, Prepared, Question, Refused, Told,
+)  # fmt: skip
+from convtools.stores.base import DTYPE_NBYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_LEASE = 3600.0
+_STEP = 1 << 19  # bytes copied, then fingerprinted while they are still in the cache
+
+
+class Slots(Protocol):
+    """The buffers that buckets arrive in."""
+
+    def slot(self, i: int, nbytes: int) -> memoryview:
+        """The bytes of one. Raises RefitError outside of them."""
+
+
+@dataclass
+class _Transaction:
+    """What is known of an attempt."""
+
+    token: int
+    attempt: bytes
+    owner: object
+    version: int
+    plan: RefitPlan
+    lease: float
+    deadline: float
+    before: str
+    """The state to which an abort that restores everything returns."""
+    coverage: Coverage
+    seen: set[int] = field(default_factory=set)
+    values: dict[int, Fingerprint] = field(default_factory=dict)
+    fingerprints: bool = True
+    prepared: bool = False
+
+
+class Receiver:
+    """One engine's weights: their state, their version, and the transaction that changes them.
+
+    `flush` is called after the swap and before the version is raised (KV and prefix caches): what it
+    raises fails the push. `drain` is how long requests in flight may take until they must be out.
+    """
+
+    def __init__(
+        self,
+        applier: Applier,
+        *,
+        version: int = 0,
+        flush: Callable[[], None] | None = None,
+        drain: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.incarnation = secrets.token_hex(8)
+        """Another one after every start of the engine."""
+        self.gate = Gate()
+        self._applier, self._flush, self._drain, self._clock = applier, flush, drain, clock
+        self._state, self._version, self._token = CLEAN, version, 0
+        self._transaction: _Transaction | None = None
+        self._agreed: dict[object, RefitPlan] = {}
+        self._lock = threading.RLock()
+        self.reason = ""
+        """Why the last transaction was given up."""
+
+    @property
+    def state(self) -> str:
+        """clean, updating or poisoned."""
+        return self._state
+
+    @property
+    def version(self) -> int:
+        """Of the last commit."""
+        return self._version
+
+    @contextmanager
+    def serving(self) -> Iterator[int]:
+        """Hold the weights still for one request; gives their version. Raises NotServing."""
+        with self.gate.request():
+            if self._state == POISONED:
+                raise NotServing("the engine may hold a mix of two versions", fix="push all weights again")
+            yield self._version
+
+    def handle(self, message: Question, owner: object, ring: Slots | None) -> Answer:
+        """Answer a question of connection `owner`, whose buckets lie in `ring`; raises nothing but bugs.
+
+        A fault of the one who has the open transaction ends it; anyone else's touches nothing.
+        """
+        with self._lock:
+            self.expire()
+            try:
+                return self._handle(message, owner, ring)
+            except Exception as error:  # an engine's own tensors may raise anything: it must not stay open
+                reason = str(error) if isinstance(error, ConvtoolsError) else f"{type(error).__name__}: {error}"
+                if self._is_current(message, owner):
+                    self._abort(reason)
+                return Refused(reason[:4096], self._state, self._version)
+            except BaseException:
+                self._abort("the engine was interrupted")
+                raise
+
+    def expire(self) -> None:
+        """Give up a transaction whose lease is over. To be called now and then."""
+        with self._lock:
+            open_ = self._transaction
+            if open_ is not None and self._clock() > open_.deadline:
+                self._abort(f"the lease of {open_.lease:g} s ran out")
+
+    def lost(self, owner: object) -> None:
+        """A connection ended: its transaction is given up."""
+        with self._lock:
+            self._agreed.pop(owner, None)
+            if self._transaction is not None and self._transaction.owner is owner:
+                self._abort("the trainer's connection ended")
+
+    def _handle(self, message: Question, owner: object, ring: Slots | None) -> Answer:
+        match message:
+            case Agree():
+                return self._agree(message, owner)
+            case Open():
+                return self._open(message, owner)
+            case Ask():
+                return self._ask(message, owner)
+        current = self._current(message, owner)
+        match message:
+            case Bucket():
+                return self._bucket(current, message, ring)
+            case Prepare():
+                return self._prepare(current, message)
+            case Commit():
+                return self._commit(current)
+            case Abort():
+                self._abort(f"the trainer gave it up: {message.reason}")
+                return Aborted(message.token, self._state, self._version)
+
+    def _is_current(self, message: Question, owner: object) -> bool:
+        now = self._transaction
+        return (
+            now is not None
+            and now.owner is owner
+            and isinstance(message, Bucket | Prepare | Commit | Abort)
+            and (message.token, message.attempt) == (now.token, now.attempt)
+        )
+
+    def _current(self, message: Bucket | Prepare | Commit | Abort, owner: object) -> _Transaction:
+        now = self._transaction
+        if now is None or not self._is_current(message, owner):
+            raise RefitError(
+                f"{type(message).__name__} of an attempt that is not open",
+                expected=f"attempt {now.token}" if now else "an Open first",
+                found=f"attempt {message.token}",
+                fix=self.reason or None,
+            )
+        now.deadline = self._clock() + now.lease
+        return now
+
+    def _agree(self, message: Agree, owner: object) -> Agreed:
+        if message.protocol != PROTOCOL:
+            raise RefitError("another protocol", expected=PROTOCOL, found=message.protocol)
+        rows = (Tensor(t.name, t.dtype, t.shape) for t in message.tensors)
+        plan = make_plan(rows, message.bucket_bytes)
+        if plan.digest != message.digest:
+            raise RefitError("the plans differ", expected=plan.digest.hex(), found=message.digest.hex())
+        self._applier.accept(plan)
+        if self._transaction is not None and self._transaction.owner is owner:
+            self._abort("the trainer began anew")
+        self._agreed[owner] = plan
+        return Agreed(
+            plan.digest, self._state, self._version, self._token, self.incarnation,
+            self._applier.mode, self._applier.undo_bytes(),
+        )  # fmt: skip
+
+    def _open(self, message: Open, owner: object) -> Opened:
+        plan = self._agreed.get(owner)
+        if plan is None or plan.digest != message.digest:
+            raise RefitError("Open of a plan that was not agreed on")
+        if self._transaction is not None:
+            raise RefitError(f"attempt {self._transaction.token} is open", fix="wait until it ends")
+        if message.token <= self._token:
+            raise RefitError("an old attempt", expected=f"above {self._token}", found=message.token)
+        if not message.force and message.base != self._version:
+            raise RefitError("another version is served", expected=message.base, found=self._version)
+        if not message.force and message.version < self._version:
+            raise RefitError("a version is never lowered", expected=f">= {self._version}", found=message.version)
+        lease = min(message.lease, MAX_LEASE)
+        if self._applier.in_place():
+            self.gate.close(self._drain)
+        self._token = message.token
+        self._transaction = _Transaction(
+            message.token, message.attempt, owner, message.version, plan, lease,
+            self._clock() + lease, self._state, Coverage(plan),
+        )  # fmt: skip
+        self._state = UPDATING
+        try:
+            self._applier.begin(plan)
+        except BaseException as error:
+            self._abort(f"it could not begin: {error}")
+            raise
+        return Opened(message.token)
+
+    def _bucket(self, now: _Transaction, message: Bucket, ring: Slots | None) -> Consumed:
+        import numpy as np
+
+        began = time.perf_counter()
+        if ring is None or now.prepared or message.index in now.seen:
+            raise RefitError(f"bucket {message.index} is out of turn")
+        data = ring.slot(message.slot, message.nbytes)
+        for part in message.parts:
+            _check_part(now.plan, part, message.nbytes)
+        _check_apart(message.parts)
+        if checksum(data) != message.checksum:
+            raise RefitError(f"bucket {message.index} was altered on its way")
+        for part in message.parts:
+            now.coverage.add(part.tensor, part.start, part.start + part.nbytes)
+        now.seen.add(message.index)
+        array = np.frombuffer(data, "u1")
+        for part in message.parts:
+            self._write(now, part, array[part.offset : part.offset + part.nbytes])
+        del array, data
+        return Consumed(message.token, message.index, time.perf_counter() - began)
+
+    def _write(self, now: _Transaction, part: PartRow, data: "np.ndarray[Any, Any]") -> None:
+        tensor = now.plan.tensors[part.tensor]
+        value = now.values.setdefault(part.tensor, Fingerprint()) if now.fingerprints else None
+        for at in range(0, part.nbytes, _STEP):
+            lies = self._applier.write(tensor, part.start + at, data[at : at + _STEP])
+            if value is not None:  # of the bytes where they lie now, not of those in the bucket
+                value.add(part.start + at, lies)
+
+    def _prepare(self, now: _Transaction, message: Prepare) -> Prepared:
+        now.coverage.check_whole()
+        tensors = now.plan.tensors
+        if message.fingerprints:
+            if len(message.fingerprints) != len(tensors):
+                raise RefitError("not a fingerprint for every tensor", found=len(message.fingerprints))
+            differ = [
+                tick(tensor.name)
+                for i, tensor in enumerate(tensors)
+                if packed(now.values.get(i)) != message.fingerprints[i]
+            ]
+            if differ:
+                raise RefitError("tensors are not as they were sent", found=capped(differ))
+        self._check_aliases(now)
+        now.prepared = True
+        return Prepared(message.token)
+
+    def _check_aliases(self, now: _Transaction) -> None:
+        aliases = getattr(self._applier, "aliases", dict)()
+        if not aliases:
+            return
+        values: dict[str, bytes] = {}
+        for i, tensor in enumerate(now.plan.tensors):
+            own = aliases.get(tensor.name, tensor.name)
+            value = packed(now.values.get(i))
+            if values.setdefault(own, value) != value:
+                raise RefitError(f"{tick(tensor.name)} and {tick(own)} are one tensor here, and differ there")
+
+    def _commit(self, now: _Transaction) -> Committed:
+        if not now.prepared:
+            raise RefitError("Commit before Prepare")
+        self.gate.close(self._drain)
+        self._applier.swap(now.version)
+        if self._flush is not None:
+            self._flush()
+        self._version, self._state, self._transaction, self.reason = now.version, CLEAN, None, ""
+        self._applier.finish()
+        self.gate.open()
+        return Committed(now.token, self._version)
+
+    def _abort(self, reason: str) -> None:
+        """End the open transaction, if there is one, without raising the version."""
+        now, self._transaction = self._transaction, None
+        if now is None:
+            return
+        self.reason, self._state = reason, POISONED  # whatever happens from here on, it is not clean
+        if self._applier.abort():
+            self._state = now.before
+        if self._state == CLEAN:
+            self.gate.open()
+        else:
+            self.gate.close(0) if not self.gate.is_open else self._quarantine()
+
+    def _quarantine(self) -> None:
+        try:
+            self.gate.close(self._drain)
+        except RefitError:  # `serving` refuses by the state as well
+            return
+
+    def _ask(self, message: Ask, owner: object) -> Told:
+        if message.fingerprints == "none":
+            return Told(self._state, self._version, self._token)
+        plan, now = self._agreed.get(owner), self._transaction
+        if plan is None:
+            raise RefitError("fingerprints of a plan that was not agreed on")
+        pending = message.fingerprints == "pending"
+        if pending and (now is None or now.owner is not owner or not now.prepared):
+            raise RefitError("nothing is pending")
+        found = []
+        for tensor in plan.tensors:
+            data = self._applier.pending(tensor) if pending else self._applier.serves(tensor)
+            if data is None:
+                raise RefitError(f"{tick(tensor.name)} cannot be read back from this engine")
+            value = Fingerprint()
+            value.add(0, data)
+            found.append(packed(value))
+        return Told(self._state, self._version, self._token, found)
+
+
+def packed(value: Fingerprint | None) -> bytes:
+    """A fingerprint on the wire."""
+    return (value.value if value else 0).to_bytes(FINGERPRINT_NBYTES, "little")
+
+
+def _check_part(plan: RefitPlan, part: PartRow, nbytes: int) -> None:
+    """Raises RefitError unless the part lies in a tensor of the plan and in its bucket."""
+    if part.tensor >= len(plan.tensors):
+        raise RefitError("a part of a tensor that is not in the plan", found=part.tensor)
+    tensor = plan.tensors[part.tensor]
+    size = DTYPE_NBYTES[tensor.dtype]
+    if part.start % size or part.nbytes % size or part.offset % size:
+        raise RefitError(f"a part of {tick(tensor.name)} splits an element", found=tuple(
+            (part.start, part.nbytes, part.offset)
+        ))  # fmt: skip
+    if part.nbytes == 0 or part.start + part.nbytes > tensor.nbytes or part.offset + part.nbytes > nbytes:
+        raise RefitError(
+            f"a part of {tick(tensor.name)} lies outside",
+            expected=f"{tensor.nbytes} bytes of the tensor, {nbytes} of the bucket",
+            found=f"{part.nbytes} at {part.start}, at {part.offset} of the bucket",
+        )
+
+
+def _check_apart(parts: list[PartRow]) -> None:
+    """Raises RefitError where two parts lie on the same bytes of the bucket."""
+    end = 0
+    for part in sorted(parts, key=lambda p: p.offset):
+        if part.offset < end:
+            raise RefitError("parts of a bucket overlap", found=f"byte {part.offset}")
+        end = part.offset + part.nbytes
