@@ -20,6 +20,7 @@ from convtools.layout.mapping import Mapping as Pieces
 from convtools.layout.region import Region
 from convtools.manifest import Manifest, read_manifest
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
+from convtools.stores.move import DIRECT
 
 
 class Loose(NamedTuple):
@@ -29,6 +30,16 @@ class Loose(NamedTuple):
     hf: dict[str, tuple[int, ...]]
     format: str = "hf"
     to_hf: None = None
+
+
+class Run(NamedTuple):
+    """Bytes of a region that lie in order in one file."""
+
+    to: int
+    """Byte of the region where they belong."""
+    path: Path
+    offset: int
+    nbytes: int
 
 
 @dataclass(eq=False)
@@ -245,6 +256,19 @@ class Canonical:
         for unit in self._resolver.units(Payload(name, region, dtype), 0):
             data = reader.gather(unit)
             yield data if unit.as_it_is else cast(data, unit.src_dtype, dtype, unit.plus)
+
+    def runs(self, name: str, region: Region) -> list[Run] | None:
+        """A region as long runs of files, just as they lie there; None where it is not made of such."""
+        dtype, size = self.dtypes[name], DTYPE_NBYTES[self.dtypes[name]]
+        unit = next(self._resolver.units(Payload(name, region, dtype), 0))
+        whole = unit.as_it_is and unit.numel == region.numel == sum(g.move.numel for g in unit.gathers)
+        if not whole or any(g.move.run * size < DIRECT for g in unit.gathers):
+            return None
+        return [
+            Run(to * size, g.path, g.offset + of * size, g.move.run * size)
+            for g in unit.gathers
+            for to, of in g.move.runs()
+        ]
 
     def whole(self, name: str, region: Region, reader: Reader) -> bytearray:
         """The bytes of a region that is known to be small."""

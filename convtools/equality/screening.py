@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from convtools.conversion.source import Source
-from convtools.equality.canonical import Canonical
+from convtools.equality.canonical import Canonical, Run
 from convtools.equality.numbers import widened
 from convtools.equality.pairing import Pair
 from convtools.equality.reading import Reader
@@ -56,7 +56,7 @@ class Task(NamedTuple):
     pair: Pair
     region: Region
     run_a: tuple[Path, int] | None
-    """Where both sides are plain runs of files: of which file, from which byte on."""
+    """Where A is a plain run of a file: of which file, from which byte on."""
     run_b: tuple[Path, int] | None
     nbytes: int
 
@@ -148,14 +148,11 @@ def tasks(lanes: Lanes, pairs: Iterable[Pair]) -> Iterator[list[Task]]:
 
 def _parts(lanes: Lanes, pair: Pair) -> Iterator[Task]:
     runs = lanes.a.run_of(pair.a), lanes.b.run_of(pair.b)
-    plain = runs[0] is not None and runs[1] is not None
     width, at = DTYPE_NBYTES[pair.dtype], 0
     for region in slabs(Region.whole(pair.shape), _TASK // width):
         n = region.numel * width
-        if runs[0] is not None and runs[1] is not None and plain:
-            yield Task(pair, region, (runs[0][0], runs[0][1] + at), (runs[1][0], runs[1][1] + at), n)
-        else:
-            yield Task(pair, region, None, None, n)
+        here = [None if run is None else (run[0], run[1] + at) for run in runs]
+        yield Task(pair, region, here[0], here[1], n)
         at += n
 
 
@@ -176,7 +173,7 @@ def screen(lanes: Lanes, batch: list[Task]) -> list[Screened]:
             continue
         fault = None
         try:
-            same = _plain(lanes, task) if task.run_a else _gathered(lanes, task)
+            same = _same(lanes, task)
         except (ConvtoolsError, OSError) as error:
             same, fault = False, told(error)
         if not same:
@@ -192,16 +189,35 @@ def told(error: ConvtoolsError | OSError) -> str:
     return str(error)
 
 
-def _plain(lanes: Lanes, task: Task) -> bool:
-    assert task.run_a is not None and task.run_b is not None
-    (path_a, at_a), (path_b, at_b) = task.run_a, task.run_b
+def _same(lanes: Lanes, task: Task) -> bool:
+    sides, given = (lanes.a, lanes.b), (task.run_a, task.run_b)
+    if given == (None, None) or not task.nbytes:
+        return _gathered(lanes, task)
+    found: list[list[Run]] = []
+    for side, name, run, reader in zip(
+        sides, (task.pair.a, task.pair.b), given, lanes.readers(), strict=True
+    ):
+        runs = [Run(0, *run, task.nbytes)] if run else side.runs(name, task.region)
+        if runs is None or (task.nbytes > STEP and not all(reader.local(r.path) for r in runs)):
+            return _gathered(lanes, task)  # short runs; larger requests to the Hub; no copy of live tensors
+        found.append(runs)
+    whole, parts, swap = (
+        (found[0][0], found[1], False) if len(found[0]) == 1 else (found[1][0], found[0], True)
+    )
+    if len(found[0]) > 1 and len(found[1]) > 1:
+        return _gathered(lanes, task)
+    return all(
+        _same_run(lanes, (whole.path, whole.offset + part.to - whole.to), part, swap) for part in parts
+    )
+
+
+def _same_run(lanes: Lanes, whole: tuple[Path, int], part: Run, swap: bool) -> bool:
     readers, (view_a, view_b, left, right) = lanes.readers(), lanes.buffers()
-    if not (readers[0].local(path_a) and readers[1].local(path_b)) and task.nbytes > STEP:
-        return _gathered(lanes, task)  # larger requests to the Hub; no copy of live tensors
-    for done in range(0, task.nbytes, STEP):
-        n = min(STEP, task.nbytes - done)
-        readers[0].into(path_a, at_a + done, view_a[:n])
-        readers[1].into(path_b, at_b + done, view_b[:n])
+    one, other = (readers[1], readers[0]) if swap else readers
+    for done in range(0, part.nbytes, STEP):
+        n = min(STEP, part.nbytes - done)
+        one.into(whole[0], whole[1] + done, view_a[:n])
+        other.into(part.path, part.offset + done, view_b[:n])
         if _memcmp(left, right, n):
             return False
     return True

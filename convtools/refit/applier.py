@@ -1,16 +1,15 @@
 """Where consumed bytes go, and how they are taken back: shadow copies, or in place with an undo log.
 
-What an engine implements is `Weights`: its tensors by name, as writable memory. What the transaction
-needs is `Applier`; the two here, over any `Weights`, are the ones that engines use.
+What a transaction needs is an `Applier`; the two here work over any `Weights`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from convtools.errors import UsageError, capped, tick
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import RefitPlan, Tensor
-from convtools.stores.base import FROM_TORCH
+from convtools.refit.weights import SwappedWeights, Weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,29 +19,13 @@ if TYPE_CHECKING:
 SHADOW, UNDO, QUARANTINE = "shadow", "undo", "quarantine"
 
 
-class Weights(Protocol):
-    """An engine's tensors."""
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """All that a push must bring."""
-
-    def aliases(self) -> Mapping[str, str]:
-        """Names whose memory is that of another one: such as a tied head -> the embedding."""
-
-    def buffer(self, name: str) -> "Bytes":
-        """The live bytes of a tensor, writable."""
-
-    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
-        """Serve these bytes from now on, all of them; nobody reads meanwhile."""
-
-
 class Applier(Protocol):
     """What a transaction does with bytes. `abort` may follow any of the others but `finish`."""
 
     mode: str
     """shadow, undo, quarantine, or the applier's own word."""
 
-    def accept(self, plan: RefitPlan) -> None:
+    def accept(self, tensors: Sequence[Tensor]) -> None:
         """Raises RefitError, naming the tensors, unless it takes exactly these."""
 
     def undo_bytes(self) -> int:
@@ -73,67 +56,6 @@ class Applier(Protocol):
         """The bytes that a commit would serve."""
 
 
-class TensorWeights:
-    """Named torch tensors or numpy arrays in the memory of the CPU; their addresses never change."""
-
-    def __init__(self, named: Mapping[str, Any]) -> None:
-        """Raises UsageError, naming the tensor, for what is not contiguous, or no tensor."""
-        self._bytes = {name: writable_bytes(name, tensor) for name, tensor in named.items()}
-        self._tensors = {name: described(name, tensor) for name, tensor in named.items()}
-        first: dict[tuple[int, int], str] = {}
-        self._aliases: dict[str, str] = {}
-        for name, data in self._bytes.items():
-            if not data.size:
-                continue
-            of = first.setdefault((data.__array_interface__["data"][0], data.size), name)
-            if of != name:
-                self._aliases[name] = of
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """All of them, aliases included."""
-        return self._tensors
-
-    def aliases(self) -> Mapping[str, str]:
-        """Names with the very memory of another."""
-        return self._aliases
-
-    def buffer(self, name: str) -> "Bytes":
-        """Its live bytes."""
-        return self._bytes[name]
-
-    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
-        """Copy them to where the tensors lie."""
-        for name, data in buffers.items():
-            self._bytes[name][:] = data
-
-
-class SwappedWeights(TensorWeights):
-    """The same, for an engine that can be pointed at other memory: a commit costs no copy.
-
-    `point(name, bytes)` makes the engine use these bytes for the tensor and for its aliases.
-    """
-
-    def __init__(self, named: Mapping[str, Any], point: "Callable[[str, Bytes], None]") -> None:
-        super().__init__(named)
-        self._point = point
-
-    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
-        """Point the engine at them; what it used before becomes the caller's."""
-        done: dict[str, Bytes] = {}
-        try:
-            for name, data in buffers.items():
-                done[name] = self._bytes[name]
-                self._point(name, data)
-        except BaseException:
-            for name, data in done.items():
-                self._point(name, data)
-            raise
-        for name, data in buffers.items():
-            self._bytes[name] = data
-        for name, of in self._aliases.items():
-            self._bytes[name] = self._bytes[of]
-
-
 class _OverWeights:
     """What both appliers share: names, aliases, reading back."""
 
@@ -142,10 +64,10 @@ class _OverWeights:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
-    def accept(self, plan: RefitPlan) -> None:
+    def accept(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor of the engine under one of its names at least, and no other."""
         wanted, aliases = self._weights.tensors(), self._weights.aliases()
-        given = {t.name: t for t in plan.tensors}
+        given = {t.name: t for t in tensors}
         kept = {aliases.get(name, name) for name in given}
         problems = [f"unknown: {tick(n)}" for n in given if n not in wanted]
         problems += [f"missing: {tick(n)}" for n in wanted if aliases.get(n, n) not in kept]
@@ -251,9 +173,7 @@ class InPlaceApplier(_OverWeights):
     def __init__(self, weights: Weights, undo_budget: int = 0) -> None:
         """Raises UsageError for a budget that holds less than the model: half an undo is none."""
         super().__init__(weights)
-        total = sum(
-            t.nbytes for n, t in weights.tensors().items() if self._own(n) == n
-        )  # fmt: skip
+        total = sum(t.nbytes for t in weights.tensors().values())
         if 0 < undo_budget < total:
             raise UsageError(
                 f"an undo log of {undo_budget} bytes cannot hold the model",
@@ -278,19 +198,16 @@ class InPlaceApplier(_OverWeights):
         import numpy as np
 
         self._log, self._wrote = [], False
-        if self.mode == UNDO and not self._kept:
-            own = {self._own(t.name) for t in plan.tensors}
-            self._kept = {n: np.zeros(self._weights.tensors()[n].nbytes, "u1") for n in own}
+        for tensor in plan.tensors if self.mode == UNDO else ():
+            if tensor.name not in self._kept:
+                self._kept[tensor.name] = np.zeros(tensor.nbytes, "u1")
 
     def write(self, tensor: Tensor, start: int, data: "Bytes") -> "Bytes":
         """Into the tensor itself, after its old bytes were kept."""
         live = self._weights.buffer(tensor.name)[start : start + len(data)]
-        # An alias is written twice: only the first time are the old bytes there to be kept.
-        first = not any(old[0] is live or _overlap(old[0], live) for old in self._log) if (
-            tensor.name in self._weights.aliases() or tensor.name in self._weights.aliases().values()
-        ) else True
-        if self.mode == UNDO and first:
-            kept = self._kept[self._own(tensor.name)][start : start + len(data)]
+        if self.mode == UNDO:
+            # By name, not by memory: an alias written second keeps what the first wrote, and is undone first.
+            kept = self._kept[tensor.name][start : start + len(data)]
             kept[:] = live
             self._log.append((live, kept))
         self._wrote = True
@@ -318,12 +235,6 @@ class InPlaceApplier(_OverWeights):
         return self._weights.buffer(tensor.name)
 
 
-def _overlap(a: "Bytes", b: "Bytes") -> bool:
-    import numpy as np
-
-    return bool(np.shares_memory(a, b, max_work=1))
-
-
 def _exchange(a: "Bytes", b: "Bytes", step: int = 1 << 18) -> None:
     """Two buffers change contents, a cache's worth at a time."""
     for at in range(0, len(a), step):
@@ -332,37 +243,3 @@ def _exchange(a: "Bytes", b: "Bytes", step: int = 1 << 18) -> None:
         b[at : at + step] = kept
 
 
-def described(name: str, tensor: Any) -> Tensor:
-    """Name, dtype and shape of a torch tensor or numpy array. Raises UsageError for what is neither."""
-    if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
-        raise UsageError(f"{tick(name)} is no tensor", found=type(tensor).__name__)
-    text = str(tensor.dtype).removeprefix("torch.")
-    if text not in FROM_TORCH:
-        raise UsageError(f"{tick(name)} is of a dtype that no store holds", found=text)
-    return Tensor(name, FROM_TORCH[text], tuple(int(n) for n in tensor.shape))
-
-
-def writable_bytes(name: str, tensor: Any) -> "Bytes":
-    """The memory of a tensor, not a copy. Raises UsageError unless it is contiguous, here, and writable."""
-    flat = flat_bytes(name, tensor)
-    if flat is None or not flat.flags.writeable:
-        raise UsageError(
-            f"{tick(name)} is no contiguous writable memory of the CPU", fix="make it contiguous"
-        )
-    return flat
-
-
-def flat_bytes(name: str, tensor: Any) -> "Bytes | None":
-    """The memory of a tensor as bytes, in order; None where it does not lie so."""
-    import numpy as np
-
-    described(name, tensor)
-    if hasattr(tensor, "data_ptr"):
-        import torch
-
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return None
-        if tensor.numel() == 0:
-            return np.zeros(0, "u1")
-        return np.asarray(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-    return tensor.reshape(-1).view("u1") if tensor.flags.c_contiguous else None

@@ -52,6 +52,11 @@ class Gate:
                         fix="drain or abort them before the push, or allow more time",
                     )
 
+    def shut(self) -> None:
+        """Let nobody in; who is inside stays."""
+        with self._changed:
+            self._closed = True
+
     def open(self) -> None:
         """Let requests in again."""
         with self._changed:

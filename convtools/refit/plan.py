@@ -21,6 +21,7 @@ from convtools.stores.base import DTYPE_NBYTES
 ALIGN = 256
 """Every part begins at a multiple of it."""
 MAX_NBYTES = 1 << 50
+MAX_BUCKETS = 1 << 20
 
 
 class Tensor(NamedTuple):
@@ -97,6 +98,8 @@ def make_plan(tensors: Iterable[Tensor], bucket_bytes: int) -> RefitPlan:
         raise UsageError(f"a bucket of {bucket_bytes!r} bytes", expected=f"a positive multiple of {ALIGN}")
     listed = tuple(tensors)
     _check(listed)
+    if sum(t.nbytes for t in listed) // bucket_bytes > MAX_BUCKETS:
+        raise UsageError(f"buckets of {bucket_bytes} bytes are too small for this model")
     buckets: list[PlannedBucket] = []
     parts: list[Part] = []
     at = 0

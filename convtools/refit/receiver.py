@@ -118,15 +118,22 @@ class Receiver:
         with self._lock:
             self.expire()
             try:
-                return self._handle(message, owner, ring)
+                answer = self._handle(message, owner, ring)
+                if (now := self._transaction) is not None and now.owner is owner:
+                    now.deadline = self._clock() + now.lease
+                return answer
             except Exception as error:  # an engine's own tensors may raise anything: it must not stay open
                 reason = str(error) if isinstance(error, ConvtoolsError) else f"{type(error).__name__}: {error}"
                 if self._is_current(message, owner):
                     self._abort(reason)
-                return Refused(reason[:4096], self._state, self._version)
+                return self.refusal(reason)
             except BaseException:
                 self._abort("the engine was interrupted")
                 raise
+
+    def refusal(self, reason: str) -> Refused:
+        """A refusal, and what the engine holds."""
+        return Refused(reason[:4096], self._state, self._version)
 
     def expire(self) -> None:
         """Give up a transaction whose lease is over. To be called now and then."""
@@ -180,17 +187,16 @@ class Receiver:
                 found=f"attempt {message.token}",
                 fix=self.reason or None,
             )
-        now.deadline = self._clock() + now.lease
         return now
 
     def _agree(self, message: Agree, owner: object) -> Agreed:
         if message.protocol != PROTOCOL:
             raise RefitError("another protocol", expected=PROTOCOL, found=message.protocol)
-        rows = (Tensor(t.name, t.dtype, t.shape) for t in message.tensors)
+        rows = [Tensor(t.name, t.dtype, t.shape) for t in message.tensors]
+        self._applier.accept(rows)  # before anything is planned for shapes that a peer made up
         plan = make_plan(rows, message.bucket_bytes)
         if plan.digest != message.digest:
             raise RefitError("the plans differ", expected=plan.digest.hex(), found=message.digest.hex())
-        self._applier.accept(plan)
         if self._transaction is not None and self._transaction.owner is owner:
             self._abort("the trainer began anew")
         self._agreed[owner] = plan
@@ -231,7 +237,7 @@ class Receiver:
         import numpy as np
 
         began = time.perf_counter()
-        if ring is None or now.prepared or message.index in now.seen:
+        if ring is None or now.prepared or message.index in now.seen or message.index >= len(now.plan.buckets):
             raise RefitError(f"bucket {message.index} is out of turn")
         data = ring.slot(message.slot, message.nbytes)
         for part in message.parts:
@@ -302,18 +308,15 @@ class Receiver:
         if now is None:
             return
         self.reason, self._state = reason, POISONED  # whatever happens from here on, it is not clean
-        if self._applier.abort():
-            self._state = now.before
+        try:
+            if self._applier.abort():
+                self._state = now.before
+        except Exception as error:
+            self.reason += f"; and it could not go back: {type(error).__name__}: {error}"
         if self._state == CLEAN:
             self.gate.open()
         else:
-            self.gate.close(0) if not self.gate.is_open else self._quarantine()
-
-    def _quarantine(self) -> None:
-        try:
-            self.gate.close(self._drain)
-        except RefitError:  # `serving` refuses by the state as well
-            return
+            self.gate.shut()
 
     def _ask(self, message: Ask, owner: object) -> Told:
         if message.fingerprints == "none":

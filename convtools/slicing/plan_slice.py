@@ -21,7 +21,7 @@ from convtools.slicing.origin import Origin
 from convtools.slicing.remarks import check_not_per_layer, gone_kinds, mtp_remarks
 from convtools.slicing.selection import Chosen, Kind, parse_layers
 from convtools.stores.base import DTYPE_NBYTES
-from convtools.stores.hf_write import INDEX_NAME, plan_hf
+from convtools.stores.hf_write import INDEX_NAME, lined_up, plan_hf
 from convtools.stores.json_file import read_json
 
 _QUANT_FILE = "hf_quant_config.json"
@@ -181,9 +181,19 @@ def _target(
         else:
             side.append(file)
     index = (SideFile(INDEX_NAME, plan.index),) if plan.index else ()
+    lies_at = _lies_at(origin, kept)
+    files = tuple(lined_up(file, lies_at) for file in plan.files)
     return Target(
-        "hf", plan.files, Mapping(shapes, sources, pieces), dtypes, side_files=tuple(side), last=index
+        "hf", files, Mapping(shapes, sources, pieces), dtypes, side_files=tuple(side), last=index
     )
+
+
+def _lies_at(origin: Origin, kept: dict[str, Kept]) -> dict[str, int]:
+    """Where in its file each tensor's bytes lie, if they lie in one piece."""
+    if origin.to_hf is not None:
+        return {}
+    blobs = {new: origin.tensors[k.source].blobs for new, k in kept.items()}
+    return {new: found[0].offset for new, found in blobs.items() if len(found) == 1}
 
 
 def config_bytes(origin: Origin, config: dict[str, object]) -> bytes:

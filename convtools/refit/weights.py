@@ -1,0 +1,126 @@
+"""An engine's tensors by name, as writable memory: what an engine gives to be refitted."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from convtools.errors import UsageError, tick
+from convtools.refit.plan import Tensor
+from convtools.stores.base import FROM_TORCH
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Bytes = np.ndarray[Any, Any]
+
+
+class Weights(Protocol):
+    """An engine's tensors."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All that a push must bring."""
+
+    def aliases(self) -> Mapping[str, str]:
+        """Names whose memory is that of another one: such as a tied head -> the embedding."""
+
+    def buffer(self, name: str) -> "Bytes":
+        """The live bytes of a tensor, writable."""
+
+    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
+        """Serve these bytes from now on, all of them; nobody reads meanwhile."""
+
+
+class TensorWeights:
+    """Named torch tensors or numpy arrays in the memory of the CPU; their addresses never change."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        """Raises UsageError, naming the tensor, for what is not contiguous, or no tensor."""
+        self._bytes = {name: writable_bytes(name, tensor) for name, tensor in named.items()}
+        self._tensors = {name: described(name, tensor) for name, tensor in named.items()}
+        first: dict[tuple[int, int], str] = {}
+        self._aliases: dict[str, str] = {}
+        for name, data in self._bytes.items():
+            if not data.size:
+                continue
+            of = first.setdefault((data.__array_interface__["data"][0], data.size), name)
+            if of != name:
+                self._aliases[name] = of
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All of them, aliases included."""
+        return self._tensors
+
+    def aliases(self) -> Mapping[str, str]:
+        """Names with the very memory of another."""
+        return self._aliases
+
+    def buffer(self, name: str) -> "Bytes":
+        """Its live bytes."""
+        return self._bytes[name]
+
+    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
+        """Copy them to where the tensors lie."""
+        for name, data in buffers.items():
+            self._bytes[name][:] = data
+
+
+class SwappedWeights(TensorWeights):
+    """The same, for an engine that can be pointed at other memory: a commit costs no copy.
+
+    `point(name, bytes)` makes the engine use these bytes for the tensor and for its aliases.
+    """
+
+    def __init__(self, named: Mapping[str, Any], point: "Callable[[str, Bytes], None]") -> None:
+        super().__init__(named)
+        self._point = point
+
+    def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
+        """Point the engine at them; what it used before becomes the caller's."""
+        done: dict[str, Bytes] = {}
+        try:
+            for name, data in buffers.items():
+                done[name] = self._bytes[name]
+                self._point(name, data)
+        except BaseException:
+            for name, data in done.items():
+                self._point(name, data)
+            raise
+        for name, data in buffers.items():
+            self._bytes[name] = data
+        for name, of in self._aliases.items():
+            self._bytes[name] = self._bytes[of]
+
+
+def described(name: str, tensor: Any) -> Tensor:
+    """Name, dtype and shape of a torch tensor or numpy array. Raises UsageError for what is neither."""
+    if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
+        raise UsageError(f"{tick(name)} is no tensor", found=type(tensor).__name__)
+    text = str(tensor.dtype).removeprefix("torch.")
+    if text not in FROM_TORCH:
+        raise UsageError(f"{tick(name)} is of a dtype that no store holds", found=text)
+    return Tensor(name, FROM_TORCH[text], tuple(int(n) for n in tensor.shape))
+
+
+def writable_bytes(name: str, tensor: Any) -> "Bytes":
+    """The memory of a tensor, not a copy. Raises UsageError unless it is contiguous, here, and writable."""
+    flat = flat_bytes(name, tensor)
+    if flat is None or not flat.flags.writeable:
+        raise UsageError(
+            f"{tick(name)} is no contiguous writable memory of the CPU", fix="make it contiguous"
+        )
+    return flat
+
+
+def flat_bytes(name: str, tensor: Any) -> "Bytes | None":
+    """The memory of a tensor as bytes, in order; None where it does not lie so."""
+    import numpy as np
+
+    described(name, tensor)
+    if hasattr(tensor, "data_ptr"):
+        import torch
+
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return None
+        if tensor.numel() == 0:
+            return np.zeros(0, "u1")
+        return np.asarray(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view("u1") if tensor.flags.c_contiguous else None
