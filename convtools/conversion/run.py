@@ -56,8 +56,11 @@ class Runner:
         workers: int,
         progress: Progress,
         stop: threading.Event,
+        written: Callable[[Path, int, Payload], None] | None = None,
     ) -> None:
+        # `written(file, offset, payload)` is called by the thread that has just filled a payload
         self._source, self._resolver, self._progress, self._stop = source, resolver, progress, stop
+        self._written = written
         self._workers = workers
         self._local = threading.local()
         self._movers: list[Mover] = []
@@ -135,6 +138,8 @@ class Runner:
                 self._local.name = part.name
                 for unit in self._resolver.units(part, at):
                     mover.run(fd, unit)
+                if self._written is not None:
+                    self._written(job.file, at, part)
                 at += part.nbytes
             write_all(fd, bytes(literal), at - len(literal))
         finally:

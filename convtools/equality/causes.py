@@ -242,7 +242,7 @@ def of_values(a: "Array", b: "Array", dtype: str) -> str | None:
     for word, narrow in FLOATS.items():
         if narrow != dtype and _DIGITS[narrow] < 24 and _DIGITS[dtype] > 3:
             for left, right, names in ((0, 1, "B is A"), (1, 0, "A is B")):
-                if _is(lambda x, to=narrow: cast(cast(x, dtype, to), to, dtype), data[left], data[right]):
+                if _is(_through(dtype, narrow), data[left], data[right]):
                     return f"{names} after a cast through {word}"
     for left, right, names in ((0, 1, "B is A"), (1, 0, "A is B")):
         if _is(lambda x: cast(x, dtype, dtype, 1), data[left], data[right]):
@@ -259,6 +259,11 @@ def of_values(a: "Array", b: "Array", dtype: str) -> str | None:
     if near.all():
         return "B is A with its sign changed" if factor == -1 else f"B is A times {factor:.6g}"
     return None
+
+
+def _through(dtype: str, narrow: str) -> Callable[[bytes], object]:
+    """A cast to a narrower dtype and back."""
+    return lambda data: cast(cast(data, dtype, narrow), narrow, dtype)
 
 
 def _is(made: Callable[[bytes], object], source: bytes, wanted: bytes) -> bool:

@@ -224,7 +224,28 @@ def _same_run(lanes: Lanes, whole: tuple[Path, int], part: Run, swap: bool) -> b
 
 
 def _gathered(lanes: Lanes, task: Task) -> bool:
-    return all(same_bytes(a, b) for _, a, b in lanes.slabs(task.pair, task.region))
+    readers, pair = lanes.readers(), task.pair
+    for run, here, there in ((task.run_a, 0, 1), (task.run_b, 1, 0)):
+        if run is not None and readers[here].local(run[0]):
+            side, name = (lanes.a, pair.a) if there == 0 else (lanes.b, pair.b)
+            return _against_run(lanes, task, readers[here], run, side, name, readers[there])
+    return all(same_bytes(a, b) for _, a, b in lanes.slabs(pair, task.region))
+
+
+def _against_run(
+    lanes: Lanes, task: Task, plain: Reader, run: tuple[Path, int], side: Canonical, name: str, reader: Reader
+) -> bool:
+    """What is gathered, against a plain run that is read step by step into the cache."""
+    (path, at), (view, _, left, _) = run, lanes.buffers()
+    for slab in slabs(task.region, SLAB // DTYPE_NBYTES[task.pair.dtype]):
+        data = _one(side.read(name, slab, reader)) if slab.numel else memoryview(b"")
+        for done in range(0, len(data), STEP):
+            n = min(STEP, len(data) - done)
+            plain.into(path, at + done, view[:n])
+            if _memcmp(left, address(data[done : done + n]), n):
+                return False
+        at += len(data)
+    return True
 
 
 def same_runs(reader: Reader, a: tuple[Path, int], b: tuple[Path, int], nbytes: int) -> bool:

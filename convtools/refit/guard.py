@@ -1,6 +1,5 @@
 """Numbers that no trainer means to publish: NaN and infinity, found in the buckets by their bits."""
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,16 +27,10 @@ def is_finite(data: "np.ndarray[Any, Any]", dtype: str) -> bool:
     items = data.view(kind)
     size = items.dtype.itemsize
     # All exponent bits set, and only then, is as large as `bits` or larger once the sign is gone.
-    mask, scratch = items.dtype.type((1 << (8 * size - 1)) - 1), _scratch(kind)
-    for at in range(0, len(items), len(scratch)):
+    mask, scratch = items.dtype.type((1 << (8 * size - 1)) - 1), np.empty(min(len(items), _STEP // size), kind)
+    for at in range(0, len(items), len(scratch) or 1):
         some = items[at : at + len(scratch)]
         if int(np.bitwise_and(some, mask, out=scratch[: len(some)]).max()) >= bits:
             return False
     return True
 
-
-@cache
-def _scratch(kind: str) -> "np.ndarray[Any, Any]":
-    import numpy as np
-
-    return np.zeros(_STEP // np.dtype(kind).itemsize, kind)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from convtools.conversion.exactness import check_shifts
 from convtools.conversion.plan import Resolver, SideFile, Target, verify
@@ -19,10 +20,10 @@ from convtools.conversion.run import (
     write_side_files,
 )
 from convtools.errors import StorageError
-from convtools.manifest import MANIFEST_NAME, encode
+from convtools.manifest import MANIFEST_NAME, encode, hash_tensor
 from convtools.slicing.check import check_model
 from convtools.slicing.fetch import fetch
-from convtools.slicing.manifest_of import slice_manifest
+from convtools.slicing.manifest_of import hash_files, slice_manifest
 from convtools.slicing.options import SliceOptions
 from convtools.slicing.origin import Origin, open_origin
 from convtools.slicing.plan_slice import SlicePlan, plan_slice
@@ -104,19 +105,19 @@ def _publish(origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, 
         check_space(staging.path, target.nbytes)
         make_files(target.files, staging)
         with bar(payload) if bar else nullcontext(lambda _: None) as tick:
-            padding, fetched = _move(origin, target, staging, options.workers, tick, stop)
+            moved = _move(origin, target, staging, options.workers, tick, stop)
         side = [*target.side_files, *_hub_side(origin)]
-        manifest = encode(slice_manifest(origin, plan, staging.path, options.workers))
+        manifest = encode(slice_manifest(origin, plan, moved.hashes))
         write_side_files([*side, SideFile(MANIFEST_NAME, manifest)], staging)
         check_files(target.files, staging)
         staging.commit(last={f.path: f.content for f in target.last if isinstance(f.content, bytes)})
         notes = [f"left as it is, for you to look at: {p}" for p in staging.left_alone]
     notes += [
         f"{p.nonzero_rows} of {p.rows} rows past the vocabulary were not zero, and are left out: {p.name}"
-        for p in padding
+        for p in moved.padding
         if p.nonzero_rows
     ]
-    return tuple(notes), fetched
+    return tuple(notes), moved.fetched
 
 
 def _narrowed(origin: Origin, plan: SlicePlan) -> Origin:
@@ -141,18 +142,33 @@ def _hub_side(origin: Origin) -> Iterator[SideFile]:
                 yield SideFile(name, origin.hub.side_path(name))
 
 
+class _Moved(NamedTuple):
+    """What came of filling the files."""
+
+    padding: list[PaddingFound]
+    hashes: dict[str, str]
+    """Of every tensor's bytes, as they were written."""
+    fetched: int | None
+    """Bytes of weights that came from the Hub."""
+
+
 def _move(
     origin: Origin, target: Target, staging: Staging, workers: int, tick: Progress, stop: threading.Event
-) -> tuple[list[PaddingFound], int | None]:
-    """Fill the files. Returns (what stood in vocabulary padding, bytes of weights fetched from the Hub)."""
+) -> _Moved:
     resolver = Resolver(origin, target)
     if origin.hub is not None:
-        return [], fetch(origin.hub, resolver, target.files, staging.path, tick, stop)
-    runner = Runner(origin, resolver, workers=workers, progress=tick, stop=stop)
+        fetched = fetch(origin.hub, resolver, target.files, staging.path, tick, stop)
+        return _Moved([], hash_files(target.files, staging.path, workers), fetched)
+    hashes: dict[str, str] = {}
+
+    def written(file: Path, offset: int, part: Payload) -> None:
+        hashes[part.name] = hash_tensor(file, offset, part.nbytes)  # while another thread copies
+
+    runner = Runner(origin, resolver, workers=workers, progress=tick, stop=stop, written=written)
     try:
         runner.check_duplicates(origin.duplicates)
         padding = runner.padding(origin.padding)
         runner.write(target.files, staging)
-        return padding, None
+        return _Moved(padding, hashes, None)
     finally:
         runner.close()

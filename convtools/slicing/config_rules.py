@@ -59,7 +59,8 @@ def _deepseek_express(text: Text, wanted: Sequence[str]) -> Text | None:
 
 def _qwen_moe(text: Text, i: int) -> str:
     sparse = (i + 1) % text.get("decoder_sparse_step", 1) == 0
-    return "MoE" if sparse and i not in (text.get("mlp_only_layers") or []) else "dense"
+    dense = text.get("mlp_only_layers")
+    return "MoE" if sparse and not (isinstance(dense, list) and i in dense) else "dense"
 
 
 def _qwen_express(text: Text, wanted: Sequence[str]) -> Text | None:
@@ -72,7 +73,8 @@ def _qwen_express(text: Text, wanted: Sequence[str]) -> Text | None:
 
 def _llama4_moe(text: Text, i: int) -> str:
     step = text["interleave_moe_layer_step"]
-    return "MoE" if (i in text["moe_layers"] if "moe_layers" in text else (i + 1) % step == 0) else "dense"
+    every = text.get("moe_layers")
+    return "MoE" if (i in every if isinstance(every, list) else (i + 1) % step == 0) else "dense"
 
 
 def _ernie_moe(text: Text, i: int) -> str:

@@ -1,5 +1,6 @@
 """The manifest of a slice: what each of its tensors is, where it came from, and a hash of its bytes."""
 
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,24 +15,21 @@ from convtools.manifest import (
 )
 from convtools.slicing.origin import Origin
 from convtools.slicing.plan_slice import SlicePlan
-from convtools.stores.base import Payload
+from convtools.stores.base import FilePlan, Payload
 
 
-def slice_manifest(origin: Origin, plan: SlicePlan, root: Path, workers: int) -> Manifest:
-    """Hash every tensor of the files under `root` as they were written."""
+def hash_files(files: Iterable[FilePlan], root: Path, workers: int) -> dict[str, str]:
+    """Tensor -> hash of its bytes in the files under `root`."""
     places = [
-        (part.name, root / file.path, at, part.nbytes)
-        for file in plan.target.files
-        for at, part in _placed(file.parts)
+        (part.name, root / file.path, at, part.nbytes) for file in files for at, part in _placed(file.parts)
     ]
     with ThreadPoolExecutor(workers) as pool:
-        hashes = dict(
-            zip(
-                (name for name, *_ in places),
-                pool.map(lambda place: hash_tensor(*place[1:]), places),
-                strict=True,
-            )
-        )
+        found = pool.map(lambda place: hash_tensor(*place[1:]), places)
+        return dict(zip((name for name, *_ in places), found, strict=True))
+
+
+def slice_manifest(origin: Origin, plan: SlicePlan, hashes: Mapping[str, str]) -> Manifest:
+    """What the slice's tensors are, with the hashes of their bytes as they were written."""
     shapes = plan.target.shapes(origin)
     tensors = {
         new: ManifestTensor(

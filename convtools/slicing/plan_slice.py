@@ -183,9 +183,7 @@ def _target(
     index = (SideFile(INDEX_NAME, plan.index),) if plan.index else ()
     lies_at = _lies_at(origin, kept)
     files = tuple(lined_up(file, lies_at) for file in plan.files)
-    return Target(
-        "hf", files, Mapping(shapes, sources, pieces), dtypes, side_files=tuple(side), last=index
-    )
+    return Target("hf", files, Mapping(shapes, sources, pieces), dtypes, side_files=tuple(side), last=index)
 
 
 def _lies_at(origin: Origin, kept: dict[str, Kept]) -> dict[str, int]:

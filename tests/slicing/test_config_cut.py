@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from convtools.errors import ConfigError, ConvtoolsError
 from convtools.slicing.config_cut import Changes, cut_config
@@ -359,6 +359,8 @@ KEYS = sorted({key for rule in RULES for key in rule.keys} | {
     st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4),
     st.lists(st.integers(0, 3), min_size=1, max_size=4),
 )
+@example({"moe_layers": False, "interleave_moe_layer_step": 1}, [0])
+@example({"mlp_only_layers": True, "decoder_sparse_step": 1, "num_experts": 4}, [0])
 def test_hostile_configs_are_cut_or_refused(config: Config, keep: list[int]) -> None:
     try:
         after, _ = sliced({"num_hidden_layers": 4} | config, keep, 4)

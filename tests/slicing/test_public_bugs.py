@@ -161,6 +161,9 @@ def test_a_count_that_is_off_by_one_b68(said: int, named: str, tmp_path: Path) -
     (src / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     cut(src, tmp_path / "whole", layers="0-3")
     (tmp_path / "whole/config.json").write_text(json.dumps(LLAMA_CONFIG | {"num_hidden_layers": said}))
+    assert [fault.tensor for fault in verify_slice(tmp_path / "whole").faults] == ["config.json"]
+    manifest = json.loads((tmp_path / "whole/convtools.manifest.json").read_text())
+    (tmp_path / "whole/convtools.manifest.json").write_text(json.dumps(manifest | {"config": None}))
     with pytest.raises(ConvtoolsError, match=named):
         verify_slice(tmp_path / "whole")
 

@@ -543,5 +543,5 @@ def test_a_process_that_knows_the_server_from_its_environment_only(hub: Hub, tmp
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match=r"pip install 'convtools\[hub\]'"):
+    with pytest.raises(UsageError, match=r"pip install -e '\.\[hub\]'"):
         open_hub("org/model")

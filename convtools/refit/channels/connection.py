@@ -44,8 +44,10 @@ class Connection:
 
     def send(self, payload: bytes, timeout: float, fd: int | None = None) -> None:
         """Send one frame, and with its first bytes a descriptor. Raises PeerError, FrameError."""
-        data, until = memoryview(self._sending.frame(payload)), time.monotonic() + timeout
-        fds = [] if fd is None else [fd]
+        self._write(self._sending.frame(payload), time.monotonic() + timeout, [] if fd is None else [fd])
+
+    def _write(self, frame: bytes, until: float, fds: list[int]) -> None:
+        data = memoryview(frame)
         while data:
             _wait(self._sock, select.POLLOUT, until)
             try:

@@ -1,0 +1,153 @@
+"""One sink as a push sees it: what it last said, and how many answers it still owes."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from convtools.errors import tick
+from convtools.refit.bucket import Ring
+from convtools.refit.errors import PeerError, RefitError
+from convtools.refit.plan import RefitPlan
+from convtools.refit.protocol import (
+    Abort, Aborted, Agreed, Answer, Ask, Bucket, Commit, Committed, Consumed, Open, Opened, Prepare, Prepared,
+    Question, Refused, Told,
+)  # fmt: skip
+from convtools.refit.sinks.base import Sink
+
+_A = TypeVar("_A")
+
+
+class Link:
+    """Questions to one sink, each answered by the kind of answer that belongs to it, or an error."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink, self.name = sink, sink.name
+        self.connected = False
+        self.is_open = False
+        """Whether it has a transaction of ours."""
+        self.state, self.version, self.token = "unknown", -1, 0
+        self.mode, self.undo_bytes = "unknown", 0
+        self.consumed = 0
+        """Buckets of this push that were acknowledged."""
+        self.consume_seconds = 0.0
+        self._owed = 0
+        self._incarnation = ""
+        self._possible: set[int] = set()
+        """Versions that it may serve by our own doing."""
+
+    def refresh(self, plan: RefitPlan, ring: Ring, timeout: float, force: bool) -> None:
+        """Ask where it stands; connect anew if it does not answer. Raises RefitError.
+
+        An engine that was not restarted, and serves a version that we did not push, is another trainer's.
+        """
+        if self.connected:
+            try:
+                told = self.ask(Ask(), Told, timeout)
+                self.state, self.version, self.token = told.state, told.version, told.token
+                return
+            except RefitError:
+                self.drop()
+        answer = self._guarded(lambda: self.sink.connect(plan, ring, timeout))
+        agreed = self._expect(answer, Agreed)
+        if agreed.digest != plan.digest:
+            self.drop()
+            raise RefitError(f"{tick(self.name)} agreed on another plan")
+        known = self._incarnation == agreed.incarnation and self._possible
+        if known and agreed.version not in self._possible and not force:
+            self.drop()
+            raise RefitError(
+                f"{tick(self.name)} was given a version by another trainer",
+                expected=sorted(self._possible),
+                found=agreed.version,
+                fix="see that one trainer pushes to it, or push with force",
+            )
+        self.connected, self._incarnation = True, agreed.incarnation
+        self.state, self.version, self.token = agreed.state, agreed.version, agreed.token
+        self.mode, self.undo_bytes = agreed.mode, agreed.undo_bytes
+        self._possible = {agreed.version}
+
+    def open(self, question: Open, timeout: float) -> None:
+        """Begin a transaction. Raises RefitError."""
+        self.consumed, self.consume_seconds = 0, 0.0
+        self.ask(question, Opened, timeout)
+        self.is_open = True
+
+    def send_bucket(self, question: Bucket, timeout: float) -> None:
+        """Without waiting."""
+        self._send(question, timeout)
+
+    def await_bucket(self, timeout: float) -> None:
+        """Until the oldest bucket that was sent is consumed."""
+        answer = self._expect(self._receive(timeout), Consumed)
+        if answer.index != self.consumed:
+            raise RefitError(f"{tick(self.name)} acknowledged another bucket", found=answer.index)
+        self.consumed += 1
+        self.consume_seconds += answer.seconds
+
+    def prepare(self, question: Prepare, timeout: float) -> None:
+        """Raises RefitError."""
+        self.ask(question, Prepared, timeout)
+
+    def commit(self, question: Commit, version: int, timeout: float) -> None:
+        """Raises RefitError; then it may have taken effect or not, unless the engine refused."""
+        self._possible.add(version)
+        answer = self.ask(question, Committed, timeout)
+        if answer.version != version:
+            raise RefitError(f"{tick(self.name)} committed another version", found=answer.version)
+        self.is_open, self.state, self.version = False, "clean", version
+        self._possible = {version}
+
+    def abort(self, question: Abort, timeout: float) -> None:
+        """Give the transaction up; whatever is still on its way is drained, or the connection ended."""
+        self.is_open = False
+        if not self.connected:
+            return
+        try:
+            self._send(question, timeout)
+            while self._owed:
+                answer = self._receive(timeout)
+                if isinstance(answer, Aborted | Refused):
+                    self.state, self.version = answer.state, answer.version
+        except RefitError:
+            self.drop()
+
+    def ask(self, question: Question, kind: type[_A], timeout: float) -> _A:
+        """A question and its answer. Raises RefitError where the answer is another."""
+        self._send(question, timeout)
+        return self._expect(self._receive(timeout), kind)
+
+    def drop(self) -> None:
+        """Hang up: the engine gives our transaction up."""
+        self.connected = self.is_open = False
+        self._owed, self.state = 0, "unknown"
+        self.sink.close()
+
+    def _send(self, question: Question, timeout: float) -> None:
+        if not self.connected:
+            raise PeerError(f"{tick(self.name)} is not connected")
+        self._guarded(lambda: self.sink.send(question, timeout))
+        self._owed += 1
+
+    def _receive(self, timeout: float) -> Answer:
+        answer = self._guarded(lambda: self.sink.receive(timeout))
+        self._owed -= 1
+        return answer
+
+    def _expect(self, answer: Answer, kind: type[_A]) -> _A:
+        if isinstance(answer, Refused):
+            self.state, self.version = answer.state, answer.version
+            raise RefitError(f"{tick(self.name)} refused: {answer.reason}")
+        if not isinstance(answer, kind):
+            self.drop()
+            raise RefitError(f"{tick(self.name)} answered something else", found=type(answer).__name__)
+        return answer
+
+    def _guarded(self, call: Callable[[], _A]) -> _A:
+        """A failure on the way ends the connection: who knows what is still in it."""
+        try:
+            return call()
+        except RefitError as error:
+            self.drop()
+            raise type(error)(f"{tick(self.name)}: {error.what}", found=error.found, fix=error.fix) from None
+        except BaseException:
+            self.drop()
+            raise

@@ -1,0 +1,54 @@
+"""An engine in another process of this machine, over sealed memory."""
+
+import os
+
+from convtools.refit.bucket import Ring
+from convtools.refit.channels.connection import Connection
+from convtools.refit.channels.local_memory import dial
+from convtools.refit.errors import PeerError
+from convtools.refit.plan import RefitPlan
+from convtools.refit.protocol import MAX_FRAME, Answer, Question, decode_answer, encode
+from convtools.refit.sinks.base import agree
+
+
+class LocalSink:
+    """The engine whose `Server` listens in `directory`."""
+
+    def __init__(self, directory: str | os.PathLike[str], name: str | None = None) -> None:
+        self._directory = os.fspath(directory)
+        self.name = name or self._directory
+        self._connection: Connection | None = None
+
+    def connect(self, plan: RefitPlan, ring: Ring, timeout: float) -> Answer:
+        """Dial, prove the key, pass the ring, agree on the plan. Raises PeerError, FrameError."""
+        self.close()
+        self._connection = self._dial(timeout)
+        self._connection.send(encode(agree(plan, ring)), timeout, fd=ring.fd)
+        return self.receive(timeout)
+
+    def _dial(self, timeout: float) -> Connection:
+        return dial(self._directory, timeout)
+
+    def send(self, question: Question, timeout: float) -> None:
+        """Raises PeerError, after which the connection is over."""
+        self._open().send(encode(question), timeout)
+
+    def receive(self, timeout: float) -> Answer:
+        """Raises PeerError, FrameError, after which the connection is over."""
+        connection = self._open()
+        answer = decode_answer(connection.receive(timeout, MAX_FRAME))
+        if (fd := connection.take_fd()) is not None:
+            os.close(fd)
+            raise PeerError("an engine passed a descriptor, which none may")
+        return answer
+
+    def _open(self) -> Connection:
+        if self._connection is None:
+            raise PeerError("not connected")
+        return self._connection
+
+    def close(self) -> None:
+        """Hang up."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
