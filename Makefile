@@ -30,6 +30,9 @@ check: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/bench.py
+	$(BIN)/python bench/slice.py
+	$(BIN)/python bench/compare.py
+	$(BIN)/python bench/fingerprint.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

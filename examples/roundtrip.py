@@ -78,6 +78,9 @@ def round_trips(src: Path, scratch: Path, console: Console) -> int:
         out = convtools.convert(src, megatron, options)
         convtools.convert(megatron, back, convtools.Options(to="hf"))
         console.print(f"HF -> {route} -> HF: {out.hf_tensors} tensors in {out.files} files and back")
+        verdict = convtools.compare(src, megatron)  # straight across the formats: nothing is converted for it
+        whole &= verdict.equal is True
+        console.print(f"  compared with the slice: {verdict.verdict}")
         after = content(back)
         equal[route] = defaultdict(int)
         for name in before:
