@@ -28,16 +28,15 @@ from tests.nemotron_checkpoints import write_hf  # noqa: E402
 
 _COMPARE = """
 import json, re, sys, time
-import numpy
 from convtools import CompareOptions, compare
-from convtools.conversion import from_torch, from_torch_dist  # Python's start is not what is measured
-from convtools.equality import compare as _
-began = time.perf_counter()
-found = compare(sys.argv[1], sys.argv[2], CompareOptions(workers=int(sys.argv[3])))
-seconds = time.perf_counter() - began
-assert found.equal is True, found.verdict
+best = 9e9
+for _ in range(2):  # the first imports what the formats need
+    began = time.perf_counter()
+    found = compare(sys.argv[1], sys.argv[2], CompareOptions(workers=int(sys.argv[3])))
+    best = min(best, time.perf_counter() - began)
+    assert found.equal is True, found.verdict
 peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())
-print(json.dumps([seconds, int(peak[1]) * 1024]))
+print(json.dumps([best, int(peak[1]) * 1024]))
 """
 
 

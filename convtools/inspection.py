@@ -74,7 +74,13 @@ def inspect(
     """Look at a checkpoint's metadata. Raises CheckpointError where that is damaged, UsageError."""
     root = Path(path)
     if not root.is_dir():
-        raise UsageError(f"`{root}` is not a directory", expected="a checkpoint's folder")
+        raise UsageError(
+            f"`{root}` is not a directory",
+            expected="a checkpoint's folder",
+            fix="only slice and compare read from the Hub: download it first (`hf download`)"
+            if not root.exists() and str(path).count("/") == 1
+            else None,
+        )
     if is_hf(root) or not is_megatron(root):
         return _inspect_hf(root)
     where = find_iteration(root, iteration)

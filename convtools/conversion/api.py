@@ -55,7 +55,13 @@ def open_source(
     """
     root = Path(path)
     if not root.is_dir():
-        raise UsageError(f"`{root}` is not a directory", expected="a checkpoint's folder")
+        raise UsageError(
+            f"`{root}` is not a directory",
+            expected="a checkpoint's folder",
+            fix="only slice and compare read from the Hub: download it first (`hf download`)"
+            if not root.exists() and str(path).count("/") == 1
+            else None,
+        )
     if is_hf(root) or not is_megatron(root):
         return hf_source(root)  # whose errors say what a checkpoint's folder looks like
     where = find_iteration(root, iteration)

@@ -81,10 +81,11 @@ def _derived(args: dict[str, Any], shapes: Shapes, origin: str) -> HFSide:
             text = json.dumps(config, indent=2).encode() + b"\n"
             return HFSide(config, text, family, None, (), None, Wrapping(), f"derived from {origin}")
         problems.append(f"{name}: {', '.join(name[:200] for name in missing[:20])}")
+    near = [text for text in problems if "another architecture" not in text]  # else nine of ten lines say that
     raise ConfigError(
         f"config.json cannot be derived from {origin}",
         expected="every field the model needs",
-        found="not derivable: " + "; ".join(problems),
+        found="not derivable: " + "; ".join(near or problems),
         fix="pass --hf-config DIR, a folder with the model's config.json (weights are not needed there)",
     )
 

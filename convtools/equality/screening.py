@@ -25,7 +25,7 @@ from convtools.stores.base import DTYPE_NBYTES
 
 STEP = 1 << 20
 """Bytes that are compared at once where both sides are files as they are."""
-SLAB = 4 << 20
+SLAB = 2 << 20
 """Bytes of either side that are gathered at once."""
 _TASK = 64 << 20
 _TASKS_AT_ONCE, _NBYTES_AT_ONCE = 64, 16 << 20

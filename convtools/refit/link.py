@@ -42,28 +42,36 @@ class Link:
         if self.connected:
             try:
                 told = self.ask(Ask(), Told, timeout)
-                self.state, self.version, self.token = told.state, told.version, told.token
-                return
             except RefitError:
                 self.drop()
+            else:
+                self._check_version(told.version, force)
+                self.state, self.version, self.token = told.state, told.version, told.token
+                return
         answer = self._guarded(lambda: self.sink.connect(plan, ring, timeout))
         agreed = self._expect(answer, Agreed)
         if agreed.digest != plan.digest:
             self.drop()
             raise RefitError(f"{tick(self.name)} agreed on another plan")
-        known = self._incarnation == agreed.incarnation and self._possible
-        if known and agreed.version not in self._possible and not force:
-            self.drop()
-            raise RefitError(
-                f"{tick(self.name)} was given a version by another trainer",
-                expected=sorted(self._possible),
-                found=agreed.version,
-                fix="see that one trainer pushes to it, or push with force",
-            )
+        if agreed.incarnation != self._incarnation:  # another engine, or one that was started again
+            self._possible = {agreed.version}
+        self._check_version(agreed.version, force)
         self.connected, self._incarnation = True, agreed.incarnation
         self.state, self.version, self.token = agreed.state, agreed.version, agreed.token
         self.mode, self.undo_bytes = agreed.mode, agreed.undo_bytes
-        self._possible = {agreed.version}
+
+    def _check_version(self, found: int, force: bool) -> None:
+        """Raises RefitError unless the engine serves what we know of; from here on it is known exactly."""
+        if found not in self._possible and not force:
+            expected = sorted(self._possible)
+            self.drop()
+            raise RefitError(
+                f"{tick(self.name)} was given a version by another trainer",
+                expected=f"version {expected}",
+                found=found,
+                fix="see that one trainer pushes to it, or push with force",
+            )
+        self._possible = {found}
 
     def open(self, question: Open, timeout: float) -> None:
         """Begin a transaction. Raises RefitError."""

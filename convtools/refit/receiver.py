@@ -307,12 +307,13 @@ class Receiver:
         now, self._transaction = self._transaction, None
         if now is None:
             return
-        self.reason, self._state = reason, POISONED  # whatever happens from here on, it is not clean
+        self.reason, restored = reason, False
         try:
-            if self._applier.abort():
-                self._state = now.before
+            restored = self._applier.abort()
         except Exception as error:
             self.reason += f"; and it could not go back: {type(error).__name__}: {error}"
+        finally:
+            self._state = now.before if restored else POISONED
         if self._state == CLEAN:
             self.gate.open()
         else:

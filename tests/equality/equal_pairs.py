@@ -1,6 +1,5 @@
 """Small models in every format, made once: what the tests of comparing start from."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,7 +152,3 @@ def flipped(path: Path, at: int, bit: int) -> Iterator[None]:
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(bytes([byte]))
-
-
-def config_text(config: dict[str, Any]) -> str:
-    return json.dumps(config)

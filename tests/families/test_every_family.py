@@ -190,7 +190,7 @@ def test_whatever_happens_to_one_tensor_is_an_error_that_names_it(architecture: 
         found += faults(tmp_path / "dist", tmp_path / "place", tail(name), "hf")
         cases += 1
     assert found == []
-    assert cases > 40
+    assert cases > 2 * len(list(one_of_each_kind(content)))  # each kind dropped, in either format
     write_dist(folder, keys, objects)
     convtools.convert(tmp_path / "dist", tmp_path / "whole", options("hf"))  # as it was, it goes through
     assert differences(content, read_hf(tmp_path / "whole")) == []

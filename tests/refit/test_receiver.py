@@ -47,21 +47,21 @@ class Trainer:
         }  # fmt: skip
         return self.say(Open(**(given | wrong)))
 
-    def question(self, index: int, **wrong: Any) -> Bucket:
-        bucket, slot = self.plan.buckets[index], index % 2
+    def question(self, which: int, **wrong: Any) -> Bucket:
+        bucket, slot = self.plan.buckets[which], which % 2
         data = self.ring.slot(slot, bucket.nbytes)
         for p in bucket.parts:
             flat = self.sent[self.plan.tensors[p.tensor].name].reshape(-1).view("u1")
             data[p.offset : p.offset + p.nbytes] = flat[p.start : p.start + p.nbytes].tobytes()
         given = {
-            "token": self.token, "attempt": self.attempt, "index": index, "slot": slot, "nbytes": bucket.nbytes,
+            "token": self.token, "attempt": self.attempt, "index": which, "slot": slot, "nbytes": bucket.nbytes,
             "checksum": checksum(data),
             "parts": [PartRow(p.tensor, p.start, p.nbytes, p.offset) for p in bucket.parts],
         }  # fmt: skip
         return Bucket(**(given | wrong))
 
-    def bucket(self, index: int, **wrong: Any) -> Any:
-        return self.say(self.question(index, **wrong))
+    def bucket(self, which: int, **wrong: Any) -> Any:
+        return self.say(self.question(which, **wrong))
 
     def buckets(self) -> None:
         for i in range(len(self.plan.buckets)):
