@@ -116,6 +116,8 @@ def _check_page(path: Path, overwrite: bool) -> None:
         raise StorageError(f"`{path}` exists", fix="choose another name, or pass --overwrite")
     if path.is_dir():
         raise StorageError(f"`{path}` is a folder", expected="the name of a file")
+    if not path.parent.is_dir():
+        raise StorageError(f"could not write `{path}`: there is no folder `{path.parent}`")
 
 
 def _write_page(path: Path, found: "Comparison") -> None:

@@ -24,12 +24,17 @@ def print_comparison(found: Comparison) -> None:
         f"B  {found.b} ({found.b_format})",
         f"mode  {found.mode}",
     ):
-        console.print(Text(printable(line)), soft_wrap=True)
+        console.print(Text(_line(line)), soft_wrap=True)
     for note in found.notes:
-        console.print(Text(f"note: {printable(note)}"), soft_wrap=True)
+        console.print(Text(_line(f"note: {note}")), soft_wrap=True)
     style = {True: "bold green", False: "bold red", None: "bold yellow"}[found.equal]
     seconds = f" ({found.seconds:.1f} s)"
-    console.print(Text(printable(found.verdict) + seconds, style=style), soft_wrap=True)
+    console.print(Text(_line(found.verdict) + seconds, style=style), soft_wrap=True)
+
+
+def _line(text: str) -> str:
+    """On one line: a name with a line break in it could pass for a verdict."""
+    return printable(text.replace("\n", "\\n"))
 
 
 def _layers(console: object, found: Comparison, bad: list[TensorResult]) -> None:
@@ -60,9 +65,9 @@ def _tensors(console: object, bad: list[TensorResult]) -> None:
 
     assert isinstance(console, Console)
     for r in bad[:MOST_TENSORS]:
-        console.print(Text(printable(f"{r.name}: {told(r)}")), soft_wrap=True)
+        console.print(Text(_line(f"{r.name}: {told(r)}")), soft_wrap=True)
         if r.cause:
-            console.print(Text(printable(f"    {r.cause}"), style="italic"), soft_wrap=True)
+            console.print(Text(_line(f"    {r.cause}"), style="italic"), soft_wrap=True)
     if len(bad) > MOST_TENSORS:
         console.print(f"... and {len(bad) - MOST_TENSORS} more")
     console.print()

@@ -15,7 +15,7 @@ from convtools.cli.render import human
 @click.argument("path")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
-    help="The manifest to write; an existing one is replaced.",
+    help="The manifest to write; an older one is replaced, another file is not.",
 )  # fmt: skip
 @click.option("--xxh3", is_flag=True, help="Also hash every tensor's bytes in order, with XXH3-128.")
 @click.option("--iteration", metavar="N|release", help="Which saved iteration of a Megatron checkpoint.")
@@ -50,6 +50,7 @@ def command(
     if workers < 1:
         raise UsageError(f"--workers {workers} is no number of threads", expected="at least 1")
     chosen = int(iteration) if iteration and iteration.isdecimal() and len(iteration) < 20 else iteration
+    _check_output(output)
     began = time.monotonic()
     manifest = fingerprint(
         path, xxh3=xxh3, iteration=chosen, hf_config=hf_config, workers=workers,
@@ -77,3 +78,22 @@ def command(
     click.echo(f"{ALGORITHM}, computed by: {path_used()}, {seconds:.1f} s")
     for note in manifest.notes:
         click.echo(printable(f"note: {note}"))
+
+
+def _check_output(output: Path) -> None:
+    """Raise StorageError where the manifest cannot be written, or would replace what is no manifest."""
+    from convtools.errors import CheckpointError, StorageError
+    from convtools.manifest import read_manifest
+
+    if not output.parent.is_dir():
+        raise StorageError(f"could not write `{output}`: there is no folder `{output.parent}`")
+    if not os.path.lexists(output):
+        return
+    try:
+        read_manifest(output)
+    except CheckpointError as error:
+        raise StorageError(
+            f"`{output}` exists, and is no manifest",
+            found=error.what,
+            fix="choose another name, or remove it",
+        ) from None

@@ -36,7 +36,7 @@ def command(path: Path, source: str | None, workers: int, as_json: bool) -> None
     else:
         against = "its manifest" + (f" and {found.source}" if found.source else "")
         for fault in found.faults[:50]:
-            click.echo(printable(f"{fault.tensor}: {fault.what}"))
+            click.echo(printable(f"{fault.tensor}: {fault.what}".replace("\n", "\\n")))
         if len(found.faults) > 50:
             click.echo(f"... and {len(found.faults) - 50} more")
         count = len(found.faults)

@@ -13,11 +13,12 @@ from convtools.equality.canonical import Side, open_side
 from convtools.equality.causes import Asker
 from convtools.equality.conclusion import conclude
 from convtools.equality.difference import Meter
-from convtools.equality.notes import changed_files, notes_of, one_memory
+from convtools.equality.notes import changed_files, notes_of, one_memory, read_first
 from convtools.equality.options import CompareOptions
-from convtools.equality.pairing import Pair, elements, pair_up, result
+from convtools.equality.pairing import STRAY, Pair, elements, pair_up, result
 from convtools.equality.replicas import disagreements
 from convtools.equality.screening import Lanes, screen, tasks, told
+from convtools.equality.strays import strays_compared
 from convtools.equality.verdict import CLOSE, DIFFERS, IDENTICAL, SHAPE, UNREADABLE, Comparison, TensorResult
 from convtools.errors import ConvtoolsError, UsageError
 from convtools.layout.region import Region
@@ -51,6 +52,8 @@ def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison
         else:
             found, algorithms = _by_bytes(lanes, pairs, options), []
         results = known | found
+        unseen = [name for name, one in known.items() if one.verdict == UNREADABLE and one.cause == STRAY]
+        results |= {one.name: one for one in strays_compared(lanes, unseen)}
         if not by_hash:
             _explain_shapes(lanes, pairs, results, options)
         said: list[str] = []
@@ -62,7 +65,8 @@ def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison
         notes = (*notes_of(lanes, pairs, results, options), *said)
     finally:
         lanes.close()
-    changed, vacuous = list(changed_files(left, right)), list(one_memory(lanes, pairs))
+    changed = list(changed_files(left, right))
+    vacuous = [*one_memory(lanes, pairs), *read_first(left, right)]
     order = {name: i for i, name in enumerate(dict.fromkeys((*of_a.shapes, *of_b.shapes)))}
     listed = tuple(sorted(results.values(), key=lambda r: order.get(r.name, len(order))))
     equal, verdict = conclude(listed, options, algorithms=algorithms, changed=changed, vacuous=vacuous)

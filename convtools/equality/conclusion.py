@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from convtools.equality.options import CompareOptions
 from convtools.equality.verdict import CLOSE, IDENTICAL, SKIPPED, UNREADABLE, TensorResult
-from convtools.errors import capped
+from convtools.errors import capped, tick
 
 
 def conclude(
@@ -32,11 +32,11 @@ def conclude(
     if faulty:
         kinds = ", ".join(f"{counts[v]} {v}" for v in dict.fromkeys(r.verdict for r in faulty))
         also = f", {len(unread)} could not be read" if unread else ""
-        names = capped([f"`{r.name}`" for r in faulty], 3)
+        names = capped([tick(r.name) for r in faulty], 3)
         what = f"{len(faulty)} of {_tensors(len(results))} {'differs' if len(faulty) == 1 else 'differ'}"
         return False, f"not equal: {what} ({kinds}{also}){aside}: {names}"
     if unread:
-        names = capped([f"`{r.name}`" for r in unread], 3)
+        names = capped([tick(r.name) for r in unread], 3)
         return (
             None,
             f"could not tell: {len(unread)} of {_tensors(len(results))} could not be read: {names}{aside}",

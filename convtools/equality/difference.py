@@ -98,6 +98,8 @@ class Meter:
             gap, larger = np.abs(x - y), np.maximum(np.abs(x), np.abs(y))
             finite = ~(nan_a | nan_b | inf_a | inf_b)
             steps = distance(a, b, dtype)
+            if dtype not in FLOAT:
+                gap = steps.astype("<f8")  # of rounded 64-bit integers two different ones may have none
             self.only_zeros &= bool((larger == 0).all())
             self.only_nans &= bool((nan_a & nan_b).all())
             if finite.any():

@@ -13,6 +13,8 @@ from convtools.stores.base import DTYPE_NBYTES
 KNOWN = (XXH3, ALGORITHM)
 """Hashes that are recomputed, the one that is preferred first."""
 _SLAB = 4 << 20
+_DIGITS = 16
+"""Hex digits that a hash which is not known here has at least, to say that two tensors are the same."""
 
 
 def told(side: Canonical, name: str) -> dict[str, str]:
@@ -24,10 +26,10 @@ def told(side: Canonical, name: str) -> dict[str, str]:
 def common(a: Canonical, name_a: str, b: Canonical, name_b: str) -> str | None:
     """The hash by which both sides can be compared; None where there is none."""
     said = [told(side, name) if side.side.manifest else None for side, name in ((a, name_a), (b, name_b))]
-    if None not in said:  # two manifests: any hash that both have will do
-        return next(
-            (h for h in (*KNOWN, *(said[0] or {})) if h in (said[0] or {}) and h in (said[1] or {})), None
-        )
+    if None not in said:  # two manifests: any hash that both have will do, and one that differs is the word
+        one, two = said[0] or {}, said[1] or {}
+        both = [h for h in (*KNOWN, *one) if h in one and h in two and (h in KNOWN or len(one[h]) >= _DIGITS)]
+        return next((h for h in both if one[h] != two[h]), both[0] if both else None)
     listed = said[0] if said[0] is not None else said[1]
     return next((h for h in KNOWN if h in (listed or {})), None)
 

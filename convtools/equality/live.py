@@ -54,9 +54,18 @@ class LiveBytes:
 
 
 def _dtype(name: str, tensor: Any) -> str:
+    if not isinstance(name, str):
+        raise UsageError(f"{tick(name)} is no name of a tensor", found=type(name).__name__)
+    if getattr(tensor, "is_nested", False):  # not even its shape can be asked for
+        raise UsageError(f"{tick(name)} is a nested tensor", fix="give it dense")
     if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
         raise UsageError(f"{tick(name)} is no tensor", found=type(tensor).__name__)
     text = str(tensor.dtype).removeprefix("torch.")
+    device, layout = getattr(tensor, "device", None), str(getattr(tensor, "layout", "torch.strided"))
+    if str(getattr(device, "type", "")) == "meta":
+        raise UsageError(f"{tick(name)} is on the meta device: it has no bytes", fix="load its weights first")
+    if layout != "torch.strided":
+        raise UsageError(f"{tick(name)} is a sparse tensor", found=layout, fix="give it dense")
     if text not in FROM_TORCH:
         raise UsageError(f"{tick(name)} is of a dtype that no store holds", found=text)
     if getattr(tensor.dtype, "byteorder", "=") == ">":
@@ -79,7 +88,8 @@ def _bytes(tensor: Any) -> Any:
     if hasattr(tensor, "data_ptr"):
         import torch
 
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        flat = plain.contiguous().view(-1).view(torch.uint8).cpu()
         return memoryview(flat.numpy()).cast("B")
     whole = np.ascontiguousarray(tensor)
     return whole.reshape(-1).view("u1").data

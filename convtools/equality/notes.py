@@ -14,6 +14,7 @@ from convtools.layout.piece import block
 from convtools.layout.plan import move, slabs
 from convtools.layout.region import Region
 from convtools.stores.base import DTYPE_NBYTES
+from convtools.stores.hf_index import SINGLE
 from convtools.stores.move import Gather, Unit
 
 _SLAB = 4 << 20
@@ -86,6 +87,14 @@ def one_memory(lanes: Lanes, pairs: Mapping[str, Pair]) -> Iterator[str]:
     shared = [name for name, (device, at, nbytes) in spans[0].items() if nbytes and (device, at) in theirs]
     if shared:
         yield f"{len(shared)} tensors of A and B are one memory, such as `{shared[0]}`: compare with a copy"
+
+
+def read_first(a: Side, b: Side) -> Iterator[str]:
+    """Weights beside an index that does not name them, and that transformers reads in their place."""
+    for side, letter in ((a, "A"), (b, "B")):
+        for left in side.left_out:
+            if left.name == SINGLE and left.reason.startswith("the index does not name it"):
+                yield f"{letter} has a `{SINGLE}` beside its index, which transformers reads first: remove one"
 
 
 def changed_files(a: Side, b: Side) -> Iterator[str]:

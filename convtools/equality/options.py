@@ -40,10 +40,14 @@ class CompareOptions:
         """Raise UsageError for values that cannot be."""
         if self.ulp is not None and (self.atol is not None or self.rtol is not None):
             raise UsageError("--ulp and --atol/--rtol are two tolerances", fix="give one of them")
-        if self.ulp is not None and self.ulp < 0:
-            raise UsageError(f"--ulp {self.ulp} is no distance", expected="0 or more")
+        if self.ulp is not None and not (isinstance(self.ulp, int) and 0 <= self.ulp < 2**64):
+            raise UsageError(f"--ulp {self.ulp} is no distance", expected="0 or more, below 2^64")
+        for name, patterns in (("only", self.only), ("skip", self.skip)):
+            if isinstance(patterns, str):  # each of its letters would be a pattern
+                raise UsageError(f"`{name}` is one string", expected="a sequence of patterns")
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
-            if value is not None and not (math.isfinite(value) and value >= 0):
+            number = isinstance(value, int | float)
+            if value is not None and not (number and math.isfinite(value) and value >= 0):
                 raise UsageError(f"--{name} {value} is no tolerance", expected="a finite number, 0 or more")
         if self.workers < 1:
             raise UsageError(f"--workers {self.workers} compares nothing", expected="1 or more")

@@ -8,7 +8,7 @@ from typing import Any
 from convtools.equality.canonical import Canonical
 from convtools.equality.numbers import wider
 from convtools.equality.options import CompareOptions
-from convtools.equality.verdict import DTYPE, MISSING_A, MISSING_B, SHAPE, SKIPPED, TensorResult
+from convtools.equality.verdict import DTYPE, MISSING_A, MISSING_B, SHAPE, SKIPPED, UNREADABLE, TensorResult
 from convtools.layout.region import Region
 from convtools.slicing.layers import text_part
 
@@ -17,6 +17,8 @@ _LAYER = re.compile(
 )
 _ASIDE = re.compile(r"(vision|visual|image|audio|speech|encoder|tower|projector|vit|mtp|nextn)", re.I)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)", re.ASCII)
+STRAY = "both sides hold it in a file that the index does not assign it to"
+"""What is said of a tensor until it is compared where it lies."""
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
@@ -64,17 +66,16 @@ def result(
 
 def pair_up(a: Canonical, b: Canonical, options: CompareOptions) -> Iterator[Pair | TensorResult]:
     """Every tensor of either side once: a pair to compare, or what is known of it already."""
-    strays = _strays(a), _strays(b)
+    embeddings = _embedding(a), _embedding(b)
     for name in dict.fromkeys((*a.shapes, *b.shapes)):
-        yield _look(name, a, b, options)
-    for name in dict.fromkeys((*strays[0], *strays[1])):
+        yield _look(name, a, b, options, embeddings)
+    strays = dict.fromkeys(_strays(a)), dict.fromkeys(_strays(b))
+    for name in strays[0] | strays[1]:
+        wanted = options.wanted(name.partition(" in ")[0])
         if name in strays[0] and name in strays[1]:
-            yield result(
-                name, SKIPPED, a, b, cause="both sides hold it in a file that the index does not assign"
-            )
+            yield result(name, UNREADABLE if wanted else SKIPPED, a, b, cause=STRAY)
             continue
         why = "lies in a file that the index does not assign it to; some loaders read it all the same"
-        wanted = options.wanted(name.partition(" in ")[0])
         missing = MISSING_B if name in strays[0] else MISSING_A
         yield result(name, missing if wanted else SKIPPED, a, b, cause=why)
 
@@ -83,11 +84,17 @@ def _strays(side: Canonical) -> list[str]:
     return [left.name for left in side.side.left_out if left.reason == "the index does not assign it there"]
 
 
-def _look(name: str, a: Canonical, b: Canonical, options: CompareOptions) -> Pair | TensorResult:
+def _look(
+    name: str,
+    a: Canonical,
+    b: Canonical,
+    options: CompareOptions,
+    embeddings: tuple[str | None, str | None],
+) -> Pair | TensorResult:
     if not options.wanted(name):
         return result(name, SKIPPED, a, b)
-    of_a: str | None = name if name in a.shapes else _tied(name, a, b)
-    of_b: str | None = name if name in b.shapes else _tied(name, b, a)
+    of_a: str | None = name if name in a.shapes else _tied(name, a, b, embeddings[0])
+    of_b: str | None = name if name in b.shapes else _tied(name, b, a, embeddings[1])
     if of_a is None or of_b is None:
         return result(name, MISSING_A if of_a is None else MISSING_B, a, b)
     dtypes = a.dtypes[of_a], b.dtypes[of_b]
@@ -99,18 +106,24 @@ def _look(name: str, a: Canonical, b: Canonical, options: CompareOptions) -> Pai
     return result(name, DTYPE, a, b, pair) if dtype is None else pair
 
 
-def _tied(name: str, lacks: Canonical, has: Canonical) -> str | None:
-    """The tensor that stands for `name` where one side does not store it; None: it is missing."""
-    of = (has.side.copies | lacks.side.copies).get(name)
+def _tied(name: str, lacks: Canonical, has: Canonical, embedding: str | None) -> str | None:
+    """The tensor that stands for `name` where one side does not store it; None: it is missing.
+
+    `embedding` is that of the side that lacks it.
+    """
+    head, says = name.endswith(_HEAD), [_says_tied(side.side.config) for side in (has, lacks)]
+    if head and says[1] is False:
+        return None  # its own config says that it has a head of its own
+    of = has.side.copies.get(name) or lacks.side.copies.get(name)
     if of is not None:
         return of if of in lacks.shapes else None
-    says = [_says_tied(side.side.config) for side in (has, lacks)]
-    if not name.endswith(_HEAD) or True not in says or says[0] is False:
-        return None
-    embeddings = [
-        n for n in lacks.shapes if n.endswith(_EMBEDDING) and place_of(n)[0] is None and "mtp" not in n
-    ]
-    return embeddings[0] if len(embeddings) == 1 else None
+    return embedding if head and True in says and says[0] is not False else None
+
+
+def _embedding(side: Canonical) -> str | None:
+    """A side's input embedding, where there is one tensor that can be it."""
+    found = [n for n in side.shapes if n.endswith(_EMBEDDING) and place_of(n)[0] is None and "mtp" not in n]
+    return found[0] if len(found) == 1 else None
 
 
 def _says_tied(config: Mapping[str, Any]) -> bool | None:

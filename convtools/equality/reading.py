@@ -132,7 +132,7 @@ def read_into(path: Path, fd: int, offset: int, view: memoryview) -> None:
         at += n
 
 
-Stamp = tuple[int, int, int, int]
+Stamp = tuple[int, int, int, int, int]
 
 
 def stamps(tensors: Mapping[str, StoredTensor]) -> dict[Path, Stamp | None]:
@@ -146,9 +146,9 @@ def stamps(tensors: Mapping[str, StoredTensor]) -> dict[Path, Stamp | None]:
 
 
 def stamp(path: Path) -> Stamp | None:
-    """Size, time, inode and device of a file; None where there is none."""
+    """Size, both times, inode and device of a file; None where there is none."""
     try:
         stat = os.stat(path)
     except OSError:
         return None
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev

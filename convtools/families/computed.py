@@ -148,33 +148,44 @@ def window_args(config: Config) -> dict[str, Any]:
 
 
 def check_sigmoid_routing(config: Config) -> None:
-    """Raise ConfigError for a routing with sigmoid scores that Megatron does not compute."""
-    topk, groups = config.get("num_experts_per_tok"), config.get("n_group") or 1
+    """Raise ConfigError for a routing that does not score by sigmoid."""
     if config.get("scoring_func") not in (None, "sigmoid"):
         raise refuse(f"`scoring_func` is {repr(config['scoring_func'])}, expected 'sigmoid'")
-    if config.get("norm_topk_prob", True) is not (topk != 1):
-        raise refuse("Megatron norms the weights of the chosen experts (`norm_topk_prob`) unless it is one")
-    if groups != 1:
-        kept = config.get("topk_group")
-        if not isinstance(topk, int) or type(kept) is not int or kept < 1 or topk // kept != 2:
-            raise refuse(
-                f"`n_group`={repr(groups)}: a group's score is the sum of its best 2 experts, in Megatron "
-                f"its best num_experts_per_tok / topk_group ({repr(topk)} / {repr(kept)})"
-            )
+
+
+_SIGMOID = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "NemotronHForCausalLM")
 
 
 def computed_otherwise(config: Config) -> tuple[str, ...]:
-    """What Megatron computes almost as the config says, for the report."""
+    """What Megatron computes almost as the config says, for the report; the weights are exact."""
+    return tuple(_otherwise(config))
+
+
+def _otherwise(config: Config) -> Iterator[str]:
+    name, groups = architecture(config), config.get("n_group") or 1
+    topk, kept = config.get("num_experts_per_tok"), config.get("topk_group")
     if (
-        architecture(config) != "DeepseekV2ForCausalLM"
-        or config.get("topk_method") != "group_limited_greedy"
-        or config.get("n_group") in (None, 1)
+        name == "DeepseekV2ForCausalLM"
+        and config.get("topk_method") == "group_limited_greedy"
+        and groups != 1
     ):
-        return ()
-    return (
-        "DeepSeek-V2 chooses groups by their best expert, Megatron by the sum of their best"
-        " num_experts_per_tok / topk_group: the weights are exact, the routing can differ",
-    )
+        yield (
+            "DeepSeek-V2 chooses groups by their best expert, Megatron by the sum of their best"
+            " num_experts_per_tok / topk_group: the weights are exact, the routing can differ"
+        )
+    if name not in _SIGMOID or topk is None:
+        return
+    norms = config.get("norm_topk_prob", True)
+    if norms is not (topk != 1):
+        yield (
+            f"`norm_topk_prob` {repr(norms)} with {repr(topk)} experts a token: Megatron norms their weights"
+            " unless it is one"
+        )
+    if groups != 1 and not (isinstance(topk, int) and type(kept) is int and kept > 0 and topk // kept == 2):
+        yield (
+            f"`n_group` {repr(groups)}: a group's score is the sum of its best 2 experts, in Megatron of its"
+            f" best num_experts_per_tok / topk_group ({repr(topk)} / {repr(kept)}): the routing can differ"
+        )
 
 
 _WHOLE = (

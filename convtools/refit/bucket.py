@@ -22,6 +22,10 @@ MAX_STAGING = 1 << 40
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
+Mark = xxhash.xxh3_128
+"""The checksum of a bucket as it is filled."""
+
+
 def checksum(data: memoryview) -> bytes:
     """xxh3-128 of a bucket's bytes."""
     return xxhash.xxh3_128_digest(data)

@@ -4,6 +4,7 @@ import time
 
 from convtools.equality.fingerprint import Fingerprint
 from convtools.errors import tick
+from convtools.refit.bucket import Mark
 from convtools.refit.errors import RefitError
 from convtools.refit.guard import is_finite
 from convtools.refit.plan import Part, PlannedBucket, RefitPlan, Tensor
@@ -11,43 +12,56 @@ from convtools.refit.receiver import packed
 from convtools.refit.source import PushSource
 from convtools.stores.base import DTYPE_NBYTES
 
-_STEP = 1 << 19
+_STEP = 1 << 18
+"""Bytes that are copied and looked at in one go: they and their copy fit a core's own cache."""
 
 
 class Packer:
     """Fills buckets, and collects the fingerprints of what it filled them with."""
 
-    def __init__(self, source: PushSource, plan: RefitPlan, finite: bool) -> None:
-        self._source, self._plan, self._finite = source, plan, finite
+    def __init__(self, source: PushSource, plan: RefitPlan, *, finite: bool, fingerprints: bool) -> None:
+        self._source, self._plan, self._finite, self._wanted = source, plan, finite, fingerprints
         self._values: dict[int, Fingerprint] = {}
         self.gather_seconds = self.pack_seconds = self.wait_seconds = 0.0
 
-    def pack(self, bucket: PlannedBucket, data: memoryview, canaries: frozenset[int] = frozenset()) -> None:
-        """Fill a bucket. Raises RefitError, naming the tensor, for NaN and infinity.
+    def pack(self, bucket: PlannedBucket, data: memoryview, canaries: frozenset[int] = frozenset()) -> bytes:
+        """Fill a bucket; gives its xxh3-128. Raises RefitError, naming the tensor, for NaN and infinity.
 
         Of each tensor in `canaries`, the lowest bit of the first element is turned over.
         """
+        mark, end = Mark(), 0
         for part in bucket.parts:
             tensor = self._plan.tensors[part.tensor]
-            view = data[part.offset : part.offset + part.nbytes]
-            began = time.perf_counter()
-            self._source.fill(tensor, part, view)
-            filled = time.perf_counter()
-            if part.tensor in canaries and part.start == 0:
-                view[0] ^= 1
-            self._look(tensor, part, view)
-            self.gather_seconds += filled - began
-            self.pack_seconds += time.perf_counter() - filled
+            mark.update(data[end : part.offset])
+            end = part.offset + part.nbytes
+            step = _STEP if self._source.piecemeal else part.nbytes
+            for at in range(0, part.nbytes, step):
+                run = part._replace(start=part.start + at, nbytes=min(step, part.nbytes - at))
+                view = data[part.offset + at : part.offset + at + run.nbytes]
+                began = time.perf_counter()
+                self._source.fill(tensor, run, view)
+                filled = time.perf_counter()
+                if part.tensor in canaries and run.start == 0:
+                    view[0] ^= 1
+                for first in range(0, run.nbytes, _STEP):
+                    some = view[first : first + _STEP]
+                    self._look(tensor, run._replace(start=run.start + first), some)
+                    mark.update(some)
+                self.gather_seconds += filled - began
+                self.pack_seconds += time.perf_counter() - filled
+        return mark.digest()
 
     def values(self) -> list[bytes]:
-        """Fingerprints of all tensors, in the order of the plan."""
+        """Fingerprints of all tensors, in the order of the plan; none where they are not wanted."""
+        if not self._wanted:
+            return []
         return [packed(self._values.get(i)) for i in range(len(self._plan.tensors))]
 
     def _look(self, tensor: Tensor, part: Part, view: memoryview) -> None:
         import numpy as np
 
-        value = self._values.setdefault(part.tensor, Fingerprint())
-        value.add(part.start, view)
+        if self._wanted:
+            self._values.setdefault(part.tensor, Fingerprint()).add(part.start, view)
         if self._finite and not is_finite(np.frombuffer(view, "u1"), tensor.dtype):
             first = part.start // DTYPE_NBYTES[tensor.dtype]
             raise RefitError(

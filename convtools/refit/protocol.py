@@ -97,6 +97,8 @@ class Open(_Message, frozen=True):
     attempt: Attempt
     lease: Annotated[float, Meta(gt=0, le=86400)]
     force: bool = False
+    fingerprints: bool = True
+    """Whether Prepare will bring them."""
 
 
 class Opened(_Message, frozen=True):

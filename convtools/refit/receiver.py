@@ -12,7 +12,7 @@ higher than any before it, and whatever carries another token or nonce touches n
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_LEASE = 3600.0
-_STEP = 1 << 19  # bytes copied, then fingerprinted while they are still in the cache
+_STEP = 1 << 18  # bytes copied, then fingerprinted while they are still in the cache
 
 
 class Slots(Protocol):
@@ -223,7 +223,7 @@ class Receiver:
         self._token = message.token
         self._transaction = _Transaction(
             message.token, message.attempt, owner, message.version, plan, lease,
-            self._clock() + lease, self._state, Coverage(plan),
+            self._clock() + lease, self._state, Coverage(plan), fingerprints=message.fingerprints,
         )  # fmt: skip
         self._state = UPDATING
         try:
@@ -256,7 +256,8 @@ class Receiver:
 
     def _write(self, now: _Transaction, part: PartRow, data: "np.ndarray[Any, Any]") -> None:
         tensor = now.plan.tensors[part.tensor]
-        value = now.values.setdefault(part.tensor, Fingerprint()) if now.fingerprints else None
+        wanted = now.fingerprints or self._is_alias(tensor.name)
+        value = now.values.setdefault(part.tensor, Fingerprint()) if wanted else None
         for at in range(0, part.nbytes, _STEP):
             lies = self._applier.write(tensor, part.start + at, data[at : at + _STEP])
             if value is not None:  # of the bytes where they lie now, not of those in the bucket
@@ -265,7 +266,7 @@ class Receiver:
     def _prepare(self, now: _Transaction, message: Prepare) -> Prepared:
         now.coverage.check_whole()
         tensors = now.plan.tensors
-        if message.fingerprints:
+        if now.fingerprints:
             if len(message.fingerprints) != len(tensors):
                 raise RefitError("not a fingerprint for every tensor", found=len(message.fingerprints))
             differ = [
@@ -279,13 +280,20 @@ class Receiver:
         now.prepared = True
         return Prepared(message.token)
 
+    def _is_alias(self, name: str) -> bool:
+        aliases = self._aliases()
+        return name in aliases or name in aliases.values()
+
+    def _aliases(self) -> Mapping[str, str]:
+        found: Mapping[str, str] = getattr(self._applier, "aliases", dict)()
+        return found
+
     def _check_aliases(self, now: _Transaction) -> None:
-        aliases = getattr(self._applier, "aliases", dict)()
-        if not aliases:
-            return
         values: dict[str, bytes] = {}
         for i, tensor in enumerate(now.plan.tensors):
-            own = aliases.get(tensor.name, tensor.name)
+            if not self._is_alias(tensor.name):
+                continue
+            own = self._aliases().get(tensor.name, tensor.name)
             value = packed(now.values.get(i))
             if values.setdefault(own, value) != value:
                 raise RefitError(f"{tick(tensor.name)} and {tick(own)} are one tensor here, and differ there")

@@ -26,6 +26,9 @@ Named = Mapping[str, Any]
 class PushSource(Protocol):
     """Tensors that can be read part by part."""
 
+    piecemeal: bool
+    """Whether `fill` takes any run of a part, of which it then looks at start and nbytes only."""
+
     def tensors(self) -> tuple[Tensor, ...]:
         """What there is, in order; the same at every call."""
 
@@ -44,6 +47,8 @@ class PushSource(Protocol):
 
 class LiveSource:
     """Named tensors in memory, a module, or a call that gives them at each push."""
+
+    piecemeal = True
 
     def __init__(self, given: "Named | Callable[[], Named] | Any", tied: Mapping[str, str]) -> None:
         """`tied`: name -> the name it must repeat. Raises UsageError."""
@@ -131,6 +136,8 @@ class _Into(Reader):
 
 class SideSource:
     """A checkpoint of any format, or Megatron shards in memory, as Hugging Face tensors."""
+
+    piecemeal = False
 
     def __init__(self, side: Side) -> None:
         """Raises UsageError for a manifest, which holds no bytes."""

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from convtools.errors import ConvtoolsError, UsageError, capped, tick
-from convtools.refit.bucket import Ring, checksum
+from convtools.refit.bucket import Ring
 from convtools.refit.errors import RefitError
 from convtools.refit.link import Link
 from convtools.refit.packing import Packer
@@ -31,6 +31,9 @@ class WeightSync:
     names live tensors that must repeat another and are not sent. `before_read` is called at the start of
     a push, and raises while the tensors must not be read (a gather is pending). `timeout` bounds every
     wait for a sink, `lease` how long a sink waits for us. Staging memory is `slots * bucket_bytes`.
+
+    Every bucket has a checksum. `fingerprints` compares each tensor besides, as it was read and as it lies
+    in the engine; `finite` refuses NaN and infinity. What is switched off is named in the report.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class WeightSync:
         timeout: float = 60.0,
         lease: float = 60.0,
         finite: bool = True,
+        fingerprints: bool = True,
         tied: Mapping[str, str] | None = None,
         before_read: Callable[[], None] | None = None,
     ) -> None:
@@ -53,7 +57,8 @@ class WeightSync:
         if len({link.name for link in self._links}) != len(self._links):
             raise UsageError("two sinks have one name", found=capped(link.name for link in self._links))
         self._source = open_push_source(source, tied)
-        self._timeout, self._lease, self._finite = timeout, lease, finite
+        self._timeout, self._lease = timeout, lease
+        self._finite, self._fingerprints = finite, fingerprints
         self._before_read = before_read
         self.plan: RefitPlan = make_plan(self._source.tensors(), bucket_bytes)
         """What goes where."""
@@ -84,12 +89,12 @@ class WeightSync:
                 version, len(self.plan.tensors), len(self.plan.buckets), self.plan.nbytes, self._ring.nbytes,
                 ended - began, packer.gather_seconds, packer.pack_seconds, packer.wait_seconds,
                 ended - prepared, tuple(_report(link) for link in self._links),
-                () if self._finite else ("finite",),
+                tuple(n for n in ("finite", "fingerprints") if not getattr(self, f"_{n}")),
             )  # fmt: skip
 
     def verify(self) -> VerifyReport:
         """Compare the source's tensors with those that every sink serves now, by their fingerprints."""
-        with _Reading(self) as packer:
+        with _Reading(self, fingerprints=True) as packer:
             wanted = self._values(packer)
             differing: dict[str, tuple[str, ...]] = {}
             unreadable: dict[str, str] = {}
@@ -149,8 +154,9 @@ class WeightSync:
         self._attempt = secrets.token_bytes(16)
         for link in self._links:
             question = Open(
-                link.version, version, self.plan.digest, link.token + 1, self._attempt, self._lease, force
-            )
+                link.version, version, self.plan.digest, link.token + 1, self._attempt, self._lease, force,
+                self._fingerprints,
+            )  # fmt: skip
             link.token += 1
             link.open(question, self._timeout)
 
@@ -160,11 +166,8 @@ class WeightSync:
             self._await(packer, links, index - slots + 1)
             slot = index % slots
             data = self._ring.slot(slot, bucket.nbytes)
-            packer.pack(bucket, data, canaries)
+            mark = packer.pack(bucket, data, canaries)
             rows = [PartRow(p.tensor, p.start, p.nbytes, p.offset) for p in bucket.parts]
-            began = time.perf_counter()
-            mark = checksum(data)
-            packer.pack_seconds += time.perf_counter() - began
             for link in links:
                 question = Bucket(link.token, self._attempt, index, slot, bucket.nbytes, mark, rows)
                 link.send_bucket(question, self._timeout)
@@ -274,8 +277,10 @@ class WeightSync:
 class _Reading:
     """The source, open for one pass."""
 
-    def __init__(self, sync: WeightSync, finite: bool | None = None) -> None:
-        self._sync, self._finite = sync, sync._finite if finite is None else finite
+    def __init__(self, sync: WeightSync, *, finite: bool | None = None, fingerprints: bool | None = None) -> None:
+        self._sync = sync
+        self._finite = sync._finite if finite is None else finite
+        self._fingerprints = sync._fingerprints if fingerprints is None else fingerprints
 
     def __enter__(self) -> Packer:
         sync = self._sync
@@ -289,7 +294,7 @@ class _Reading:
         except BaseException:
             self.__exit__()
             raise
-        return Packer(sync._source, sync.plan, self._finite)
+        return Packer(sync._source, sync.plan, finite=self._finite, fingerprints=self._fingerprints)
 
     def __exit__(self, *_: object) -> None:
         self._sync._busy = False

@@ -23,6 +23,7 @@ from convtools.slicing.selection import Chosen, Kind, parse_layers
 from convtools.stores.base import DTYPE_NBYTES
 from convtools.stores.hf_write import INDEX_NAME, lined_up, plan_hf
 from convtools.stores.json_file import read_json
+from convtools.stores.names import tick
 
 _QUANT_FILE = "hf_quant_config.json"
 
@@ -128,12 +129,19 @@ def _kept(
             continue
         kept = Kept(name, parts[name].rows)
         if name in home:
-            for new in at.get(home[name], []):
-                out[layers.renumbered(name, new)] = kept
+            made = [layers.renumbered(name, new) for new in at.get(home[name], [])]
         elif name in tail:
-            out[layers.renumbered(name, len(keep) + tail[name])] = kept
+            made = [layers.renumbered(name, len(keep) + tail[name])]
         else:
-            out[name] = kept
+            made = [name]
+        for new_name in made:
+            if new_name in out:  # `layers.0.` and `layers.00.` are one number
+                raise AccountingError(
+                    f"two tensors would have the name {tick(new_name)}",
+                    found=f"{tick(out[new_name].source)}, {tick(name)}",
+                    fix="rename one of them in the source",
+                )
+            out[new_name] = kept
     return out
 
 

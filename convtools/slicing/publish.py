@@ -21,7 +21,7 @@ from convtools.slicing.model_card import CARD_NAME, CardFacts, is_ours, model_ca
 from convtools.slicing.weights_manifest import Bar, checked_manifest
 from convtools.stores.hf import CONFIG, HFCheckpoint, open_hf
 from convtools.stores.hub_errors import explain, hub_errors
-from convtools.stores.hub_files import find_repository, parse_repo
+from convtools.stores.hub_files import COMMIT, find_repository, parse_repo
 from convtools.stores.names import tick
 from convtools.stores.regular_file import open_regular
 
@@ -81,6 +81,7 @@ def publish(
         raise UsageError(f"`{root}` is not a directory", expected="a checkpoint's folder")
     store = open_hf(root)
     names, not_published = _names(store)
+    _check_links(root, names)
     check_destination(repo_id, revision)
     made = checked_manifest(root, store, workers, bar or (lambda _: nullcontext(lambda _: None)))
     there = find_destination(repo_id, revision, private)
@@ -128,6 +129,21 @@ def _names(store: HFCheckpoint) -> tuple[list[str], list[tuple[str, str]]]:
     return [CONFIG, *index, *store.weight_files, *side], left
 
 
+def _check_links(root: Path, names: list[str]) -> None:
+    """Raise UsageError for links to files elsewhere: they may be of anybody, and would be public."""
+    home = root.resolve()
+    if home.parent.name == "snapshots":  # the Hub's cache keeps all files beside its snapshots
+        home = home.parent.parent
+    outside = [name for name in names if not (root / name).resolve().is_relative_to(home)]
+    if outside:
+        raise UsageError(
+            "files of the folder are links to files outside of it",
+            where=root,
+            found=capped(map(tick, outside)),
+            fix="put copies in their place, if they are meant to be published",
+        )
+
+
 def _card(
     root: Path, store: HFCheckpoint, manifest: Manifest, repo_id: str, overwrite: bool
 ) -> tuple[bytes | None, str, list[str]]:
@@ -166,6 +182,8 @@ def _base(manifest: Manifest) -> str | None:
     """The repository that it was made from, if it was one."""
     source = manifest.source
     if source is None or source.revision is None or parse_repo(source.name) != (source.name, None):
+        return None
+    if not COMMIT.fullmatch(source.revision):  # it goes into a command that readers copy
         return None
     return source.name
 

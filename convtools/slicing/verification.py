@@ -1,5 +1,6 @@
 """`verify`: whether a folder is still what its manifest says, and what its source says."""
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 
 from convtools.codecs.cast import cast
 from convtools.conversion.plan import Resolver, Target
-from convtools.errors import CheckpointError, ConfigError, UsageError
+from convtools.errors import CheckpointError, ConfigError, ConvtoolsError, UsageError
 from convtools.layout.mapping import Mapping
 from convtools.layout.piece import block
 from convtools.layout.plan import slabs
@@ -26,8 +27,11 @@ from convtools.slicing.layers import Unclear, find_layers, layer_count, text_par
 from convtools.slicing.origin import Origin, open_origin
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
 from convtools.stores.hf import CONFIG, HFCheckpoint, open_hf
+from convtools.stores.hf_index import SINGLE
 from convtools.stores.hub import HubReader, is_remote
 from convtools.stores.move import SLAB, Mover, Unit
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)", re.ASCII)
 
 
 class Fault(NamedTuple):
@@ -67,6 +71,8 @@ def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 
     Raises CheckpointError where the folder cannot be read as a checkpoint or has no manifest.
     """
     root = Path(path)
+    if workers < 1:
+        raise UsageError(f"--workers {workers} reads nothing", expected="1 or more")
     if not root.is_dir():
         raise UsageError(f"`{root}` is not a directory", expected="a checkpoint's folder")
     if not (root / MANIFEST_NAME).is_file():
@@ -77,12 +83,12 @@ def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 
         )
     manifest = read_manifest(root / MANIFEST_NAME)
     store = open_hf(root)
-    faults = [*_config(manifest, store), *_listed(manifest, store.tensors)]
+    faults = [*_config(manifest, store), *_listed(manifest, store.tensors), *_beside(store)]
     bad = {fault.tensor for fault in faults}
     good = {n: t for n, t in store.tensors.items() if n not in bad}
     faults += _in_parallel(lambda item: _hashed(item[1], manifest.tensors[item[0]]), good.items(), workers)
     if source is not None:
-        faults += _against(open_origin(source), manifest, good, workers)
+        faults += _against(open_origin(source), manifest, good, _stack(store), workers)
     nbytes = sum(t.nbytes for t in good.values())
     return Verification(str(root), source, len(good), nbytes, _once_each(faults), manifest.config is not None)
 
@@ -137,6 +143,37 @@ def _listed(manifest: Manifest, found: dict[str, StoredTensor]) -> Iterator[Faul
             )
 
 
+def _beside(store: HFCheckpoint) -> Iterator[Fault]:
+    """Weights that the index does not name, and that some loaders read in the place of those it does."""
+    for file, reason in store.unread_files:
+        if file == SINGLE:
+            yield Fault(file, f"not in the manifest: {reason}")
+    for name, file in store.stray_tensors:
+        yield Fault(f"{name} in {file}", "not in the manifest: the index does not assign it to that file")
+
+
+def _stack(store: HFCheckpoint) -> str | None:
+    """What stands before the number of a layer in the slice; None where that is unclear."""
+    try:
+        return find_layers(store.tensors, text_part(store.config)).prefix
+    except ConvtoolsError:
+        return None
+
+
+def is_its_place(name: str, of: str, layers: list[int] | None, prefix: str | None) -> bool:
+    """Whether tensor `name` of a slice may be `of` of its source: the same one, of the layer that was kept.
+
+    >>> is_its_place("h.0.q", "h.7.q", [7], "h."), is_its_place("h.0.q", "h.7.k", [7], "h.")
+    (True, False)
+    """
+    number, dot, within = name.removeprefix(prefix or "").partition(".")
+    if layers is None or prefix is None or not name.startswith(prefix) or not number.isdecimal():
+        return name == of or (prefix is None and _NUMBER.sub("*", name) == _NUMBER.sub("*", of))
+    if int(number) < len(layers):
+        return of == f"{prefix}{layers[int(number)]}{dot}{within}"
+    return of.startswith(prefix) and of[len(prefix) :].partition(".")[2] == within  # numbered on, for MTP
+
+
 def _in_parallel(work: Any, items: Any, workers: int) -> Iterator[Fault]:
     with ThreadPoolExecutor(workers) as pool:
         for fault in pool.map(work, items):
@@ -154,7 +191,7 @@ def _hashed(tensor: StoredTensor, wanted: ManifestTensor) -> Fault | None:
 
 
 def _against(
-    origin: Origin, manifest: Manifest, found: dict[str, StoredTensor], workers: int
+    origin: Origin, manifest: Manifest, found: dict[str, StoredTensor], prefix: str | None, workers: int
 ) -> Iterator[Fault]:
     """Every tensor of the slice against the part of the source that it was cut from."""
     pairs: list[tuple[str, str]] = []
@@ -162,6 +199,12 @@ def _against(
         of, rows = manifest.tensors[name].source or name, manifest.tensors[name].source_rows
         if of not in origin.hf:
             yield Fault(name, f"the source has no `{of}`")
+            continue
+        if not is_its_place(name, of, manifest.layers, prefix):
+            yield Fault(name, f"the manifest says that it is the source's `{of}`, which is another tensor")
+            continue
+        if rows is not None and (not origin.hf[of] or rows > origin.hf[of][0]):
+            yield Fault(name, f"the source's `{of}` is {list(origin.hf[of])}: it has no {rows} rows")
             continue
         wanted = origin.hf[of] if rows is None else (rows, *origin.hf[of][1:])
         if origin.dtypes[of] != tensor.dtype or tuple(wanted) != tuple(tensor.shape):

@@ -40,8 +40,11 @@ def quiet() -> None:
 def transport_errors() -> tuple[type[Exception], ...]:
     """What its HTTP client raises where no whole answer arrives."""
     library()
-    found = [sys.modules[name] for name in ("httpx2", "httpx") if name in sys.modules]
-    return tuple(module.TransportError for module in found)
+    return tuple(module.TransportError for module in _clients())
+
+
+def _clients() -> list[Any]:
+    return [sys.modules[name] for name in ("httpx2", "httpx") if name in sys.modules]
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
@@ -54,7 +57,7 @@ def hub_errors() -> tuple[type[Exception], ...]:
         errors.LocalTokenNotFoundError,
         errors.OfflineModeIsEnabled,
         errors.HFValidationError,
-        *transport_errors(),
+        *(kind for module in _clients() for kind in (module.RequestError, module.InvalidURL)),
     )
 
 

@@ -22,7 +22,8 @@ from convtools.stores.regular_file import absence, open_regular
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REPO = re.compile(rf"({_PART}/{_PART})(?:@([^\s@]{{1,255}}))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""The name of a commit."""
 
 
 def parse_repo(text: str) -> tuple[str, str | None] | None:
@@ -133,7 +134,7 @@ def find_repository(
         stop,
         where=asked,
     )
-    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
         raise CheckpointError("the Hub names no commit", where=asked, found=tick(info.sha))
     files = _checked_files(info.siblings or [], asked)
     return Repository(repo_id, info.sha, files, _license(info.card_data), patience, stop)

@@ -19,6 +19,7 @@ from urllib.parse import urljoin, urlsplit
 
 from convtools.errors import CheckpointError, ConvtoolsError, StorageError
 from convtools.stores.hub_errors import explain, hub_errors, library, transport_errors
+from convtools.stores.names import tick
 
 if TYPE_CHECKING:
     from convtools.stores.hub_files import Repository
@@ -29,6 +30,7 @@ _EXPIRED = (400, 401, 403, 404, 410)
 """What storage answers to a signed URL whose time is over."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MAX_REDIRECTS = 5
+_MAX_LOCATION = 1 << 15
 _PROGRESS = 1 << 20
 """So many bytes more, and earlier failures are forgiven."""
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
@@ -163,6 +165,8 @@ class Ranges:
                 what, wait = str(again), again.wait
             except transport_errors() as error:
                 what, wait = f"{type(error).__name__}: {error}", None
+            except hub_errors() as error:  # no answer, and none that another request would get
+                raise explain(error, where) from None
             if done - forgiven >= _PROGRESS:
                 failures, forgiven = 0, done
             failures += 1
@@ -190,7 +194,7 @@ class Ranges:
                 status: int = answer.status_code
                 if status in _REDIRECTS:
                     self._check_version(file, answer.headers, url, where)
-                    url = urljoin(url, answer.headers.get("Location", ""))
+                    url = _target(url, answer.headers.get("Location", ""), where)
                     if _origin(url) not in self._hubs:
                         self._signed[file] = url  # until it expires
                     continue
@@ -270,6 +274,23 @@ def _wrong(where: str, start: int, expected: str, found: str) -> CheckpointError
         found=found,
         fix="run again; if it stays so, a proxy or mirror between here and the Hub is at fault",
     )
+
+
+def _target(url: str, location: str, where: str) -> str:
+    """Where a redirect leads. Raises CheckpointError where that is no address."""
+    try:
+        target = urlsplit(urljoin(url, location))
+        sound = target.scheme in ("http", "https") and bool(target.hostname) and target.port != 0
+    except ValueError:
+        sound = False
+    if not sound or not (location.isascii() and location.isprintable()) or len(location) > _MAX_LOCATION:
+        raise CheckpointError(
+            "the server redirects to what is no address",
+            where=where,
+            found=tick(location),
+            fix="a proxy or mirror between here and the Hub is at fault",
+        )
+    return urljoin(url, location)
 
 
 def _plain(etag: str | None) -> str | None:

@@ -62,6 +62,8 @@ def main() -> None:
         if (pid := os.fork()) == 0:
             try:
                 trainer(where, int(at), int(rest)) if what == "trainer" else engine(where, int(at), rest)
+            except BaseException as error:
+                print(repr(error).replace("\n", " "), flush=True)
             finally:
                 os._exit(0)
         if what == "trainer":

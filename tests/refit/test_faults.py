@@ -107,7 +107,7 @@ def one_run(seed: int) -> tuple[str, str]:
             if other is not None:
                 other.join(20)
                 assert not other.is_alive()
-            _settled(engine)
+            _settled(engine, sync, sink)
             allowed = {0, 1, 2} | ({102} if kind == "two trainers" else set())
             assert engine.receiver.version in allowed - {0}, engine.receiver.version
             if ended == "pushed" and other is None:
@@ -115,7 +115,7 @@ def one_run(seed: int) -> tuple[str, str]:
             if engine.receiver.state == "poisoned":
                 assert mode == "quarantine" and engine.look() is None
             else:
-                assert engine.look() == engine.receiver.version
+                assert engine.look() == engine.receiver.version, (seed, kind, ended, engine.receiver.state)
             refill(source, 203)
             assert sync.push(203, force=True).version == 203
             assert engine.look() == 203 and sync.verify().equal
@@ -140,12 +140,15 @@ def _push(sync: WeightSync, version: int) -> str:
     return "pushed"
 
 
-def _settled(engine: Engine) -> None:
-    """The engine has noticed what happened: at the latest when the lease of a second is over."""
-    until = time.monotonic() + 10
-    while engine.receiver.state == "updating":
+def _settled(engine: Engine, sync: WeightSync, sink: Pair) -> None:
+    """The engine has noticed what happened: every connection that was given up is over at its end too."""
+    began = time.monotonic()
+    for thread in sink.threads[:-1] if sync._links[0].connected else sink.threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    while engine.receiver.state == "updating":  # at the latest when the lease of a second is over
         engine.receiver.expire()
-        assert time.monotonic() < until
+        assert time.monotonic() - began < 10
         time.sleep(0.002)
 
 

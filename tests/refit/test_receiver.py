@@ -43,7 +43,7 @@ class Trainer:
     def open(self, **wrong: Any) -> Any:
         given = {
             "base": self.receiver.version, "version": self.version, "digest": self.plan.digest,
-            "token": self.token, "attempt": self.attempt, "lease": 5.0,
+            "token": self.token, "attempt": self.attempt, "lease": 5.0, "fingerprints": False,
         }  # fmt: skip
         return self.say(Open(**(given | wrong)))
 
@@ -255,11 +255,14 @@ def test_prepare_compares_fingerprints_and_commit_needs_it() -> None:
     engine, trainer = begun()
     trainer.buckets()
     assert "Commit before Prepare" in trainer.commit().reason
-    engine, trainer = begun()
-    trainer.buckets()
-    wrong = [bytes(16)] * len(trainer.plan.tensors)
-    assert "not as they were sent" in trainer.prepare(wrong).reason
-    assert engine.receiver.state == "clean"
+    for wrong, reason in (([bytes(16)] * 7, "not as they were sent"), ([], "not a fingerprint for every tensor")):
+        engine = Engine()
+        trainer = Trainer(engine)
+        trainer.agree()
+        trainer.open(fingerprints=True)
+        trainer.buckets()
+        assert reason in trainer.prepare(wrong).reason
+        assert engine.receiver.state == "clean"
     engine, trainer = begun()
     trainer.buckets()
     trainer.prepare()

@@ -13,7 +13,7 @@ from convtools.stores.hf import open_hf
 from convtools.stores.safetensors_header import encode_header
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "oracle"
-ORACLES = sorted(FIXTURES.glob("*/hf"))
+ORACLES = sorted(p.parent for p in FIXTURES.glob("*/hf/model.safetensors"))
 
 
 class Head(NamedTuple):

@@ -131,9 +131,14 @@ class Server:
             probe.settimeout(1)
             try:
                 _at(self._directory, probe.connect)
+                alive = bool(probe.recv(1))  # one that is just dying accepts, and says nothing
+            except TimeoutError:
+                alive = True
             except OSError:
-                path.unlink(missing_ok=True)
-                return
+                alive = False
+        if not alive:
+            path.unlink(missing_ok=True)
+            return
         raise PeerError("another engine listens there", where=path)
 
     def _accept(self) -> None:
@@ -150,7 +155,9 @@ class Server:
                 time.sleep(_TICK)  # no descriptors left, say: it may pass
                 continue
             if len(self._threads) >= MAX_CONNECTIONS:
-                sock.close()
+                with sock:
+                    sock.setblocking(False)
+                    sock.send(b"busy")
                 continue
             thread = threading.Thread(target=self._serve, args=(sock,), name="refit-peer", daemon=True)
             self._threads.add(thread)

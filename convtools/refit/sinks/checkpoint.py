@@ -1,0 +1,174 @@
+"""A Hugging Face directory as a sink: the same transaction, into files beside it; the commit is a rename.
+
+Under the destination lies the old checkpoint whole or the new one whole. What a push brought, and as
+which version, is written beside the weights.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convtools.errors import UsageError, tick
+from convtools.refit.errors import RefitError
+from convtools.refit.plan import RefitPlan, Tensor
+from convtools.refit.receiver import Receiver
+from convtools.refit.sinks.base import DirectSink
+from convtools.staging import Staging, check_space
+from convtools.stores.hf import is_hf
+from convtools.stores.hf_write import INDEX_NAME, HFPlan, plan_hf
+from convtools.stores.move import write_all
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Bytes = np.ndarray[Any, Any]
+
+NOTE = "convtools_refit.json"
+"""Version and plan of the push that wrote a directory."""
+
+
+class CheckpointApplier:
+    """Writes each run of bytes to its place in safetensors files that are not published yet."""
+
+    mode = "shadow"
+
+    def __init__(
+        self, dst: Path, files: Mapping[str, bytes], *, max_shard_size: int = 5_000_000_000, fsync: bool = True
+    ) -> None:
+        """`files`: config.json and what else belongs beside the weights, by name. Raises UsageError."""
+        if "config.json" not in files:
+            raise UsageError("a checkpoint needs a config.json", fix="give its content in `files`")
+        self._dst, self._files, self._max, self._fsync = dst, dict(files), max_shard_size, fsync
+        self._layout: HFPlan | None = None
+        self._digest = ""
+        self._places: dict[str, tuple[str, int]] = {}
+        self._fds: dict[str, int] = {}
+        self._open = ExitStack()
+        self._staging: Staging | None = None
+
+    def accept(self, tensors: Sequence[Tensor]) -> None:
+        """Whatever can be written: a directory has no tensors of its own."""
+        plan_hf([tuple(t) for t in tensors], self._max)
+
+    def undo_bytes(self) -> int:
+        """No memory: the copy is on disk."""
+        return 0
+
+    def in_place(self) -> bool:
+        """It writes aside."""
+        return False
+
+    def begin(self, plan: RefitPlan) -> None:
+        """Make the files, with headers and holes. Raises StorageError, also where there is no room."""
+        self._layout = plan_hf([tuple(t) for t in plan.tensors], self._max)
+        self._digest = plan.digest.hex()
+        check_space(self._dst, sum(f.nbytes for f in self._layout.files))
+        staging = Staging(self._dst, overwrite=True, replaceable=_refusal, fsync=self._fsync)
+        self._staging = self._open.enter_context(staging)
+        for file in self._layout.files:
+            path = staging.file(file.path)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._open.callback(os.close, fd)
+            self._fds[file.path] = fd
+            os.ftruncate(fd, file.nbytes)
+            at = 0
+            for part in file.parts:
+                if isinstance(part, bytes):
+                    write_all(fd, part, at)
+                    at += len(part)
+                else:
+                    self._places[part.name] = (file.path, at)
+                    at += part.nbytes
+
+    def write(self, tensor: Tensor, start: int, data: "Bytes") -> "Bytes":
+        """To its place in its file; gives what was written back from there."""
+        import numpy as np
+
+        path, at = self._places[tensor.name]
+        write_all(self._fds[path], data.data, at + start)
+        back = np.empty(len(data), "u1")
+        if os.preadv(self._fds[path], [back.data], at + start) != len(data):
+            raise RefitError(f"{tick(tensor.name)} cannot be read back", where=f"{path}:{at + start}")
+        return back
+
+    def swap(self, version: int) -> None:
+        """Publish: files to disk, the index and the note last, one rename."""
+        assert self._staging is not None and self._layout is not None
+        note = {"version": version, "plan": self._digest}
+        for name, content in (self._files | {NOTE: json.dumps(note).encode() + b"\n"}).items():
+            with self._staging.open(name) as file:
+                file.write(content)
+        self._staging.commit({INDEX_NAME: self._layout.index} if self._layout.index else {})
+        self._leave()
+
+    def finish(self) -> None:
+        """It is published."""
+
+    def abort(self) -> bool:
+        """Remove what was written; what lies under the destination was never touched."""
+        self._leave()
+        return True
+
+    def _leave(self) -> None:
+        self._fds, self._places, self._staging = {}, {}, None
+        self._open.close()
+
+    def serves(self, tensor: Tensor) -> "Bytes | None":
+        """The published bytes."""
+        import numpy as np
+
+        from convtools.equality.reading import read_into
+        from convtools.stores.hf import open_hf
+
+        found = open_hf(self._dst).tensors[tensor.name]
+        out = np.empty(tensor.nbytes, "u1")
+        blob = found.blobs[0]
+        with blob.path.open("rb") as file:
+            read_into(blob.path, file.fileno(), blob.offset, out.data)
+        return out
+
+    def pending(self, tensor: Tensor) -> "Bytes | None":
+        """What lies in the files that are not published yet."""
+        import numpy as np
+
+        from convtools.equality.reading import read_into
+
+        if tensor.name not in self._places:
+            return None
+        path, at = self._places[tensor.name]
+        out = np.empty(tensor.nbytes, "u1")
+        read_into(Path(path), self._fds[path], at, out.data)
+        return out
+
+
+def version_of(dst: Path) -> int:
+    """The version that a directory was written as; 0 where none is there."""
+    try:
+        return int(json.loads((dst / NOTE).read_bytes())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _refusal(dst: Path) -> str | None:
+    return None if is_hf(dst) and (dst / NOTE).is_file() else "it was not written by a push"
+
+
+class CheckpointSink(DirectSink):
+    """A Hugging Face directory that each push replaces."""
+
+    def __init__(
+        self,
+        dst: str | os.PathLike[str],
+        files: Mapping[str, bytes],
+        *,
+        name: str | None = None,
+        max_shard_size: int = 5_000_000_000,
+        fsync: bool = True,
+    ) -> None:
+        """`files` as for `CheckpointApplier`. Raises UsageError."""
+        where = Path(dst)
+        applier = CheckpointApplier(where, files, max_shard_size=max_shard_size, fsync=fsync)
+        super().__init__(Receiver(applier, version=version_of(where)), name or os.fspath(dst))
