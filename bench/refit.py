@@ -1,6 +1,6 @@
 """How fast a refit between two processes of one machine is, beside memcpy and what else could carry it.
 
-    python bench/refit.py [--gb 1] [--rounds 5] [--bucket-mb 16]
+    python bench/refit.py [--gb 1] [--rounds 5] [--bucket-mb 8]
 
 A trainer's tensors go into buffers that the engine's process keeps: by a push with all its checks, by a
 `multiprocessing` queue, and by gloo's broadcast; each way in turn in each round, and the best of all
@@ -93,7 +93,7 @@ def main() -> None:
     )
     parser.add_argument("--gb", type=float, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bucket-mb", type=int, default=16)
+    parser.add_argument("--bucket-mb", type=int, default=8)
     args = parser.parse_args()
     source = tensors(args.gb, 2)
     copy = tensors(args.gb, 1)

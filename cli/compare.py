@@ -2,11 +2,12 @@
 
 import json
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
+
+from convtools.cli.ending import complain, finish
 
 if TYPE_CHECKING:
     from convtools.equality.verdict import Comparison
@@ -20,10 +21,12 @@ def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int 
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option("--ulp", type=int, metavar="N", help="Floats at most N steps apart are equal.")
-@click.option("--atol", type=float, help="|a - b| <= atol + rtol * |b| is equal.")
+@click.option("--atol", type=float, help="|a - b| <= atol + rtol * |b| is equal; b is of B.")
 @click.option("--rtol", type=float, help="See --atol.")
 @click.option(
-    "--ignore-dtype", is_flag=True, help="Compare tensors of two dtypes as values of the wider one."
+    "--ignore-dtype",
+    is_flag=True,
+    help="Compare tensors of two dtypes as values of the wider one; --ulp then counts its steps.",
 )
 @click.option(
     "--only", multiple=True, metavar="PATTERN", help="Compare only these tensors (a glob; repeatable)."
@@ -37,7 +40,9 @@ def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int 
 @click.option(
     "--iteration-b", metavar="N|release", callback=_iteration, help="Which iteration of a Megatron B."
 )
-@click.option("--hf-config", type=click.Path(path_type=Path), help="Folder with the model's config.json.")
+@click.option(
+    "--hf-config", type=click.Path(path_type=Path), help="Folder with the config.json of a Megatron side."
+)
 @click.option(
     "--workers", type=int, default=min(4, os.cpu_count() or 1), show_default=True, help="Threads that read."
 )
@@ -46,7 +51,7 @@ def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int 
 @click.option(
     "--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the report as one page."
 )
-@click.option("--overwrite", is_flag=True, help="Let --html replace a file.")
+@click.option("--overwrite", is_flag=True, help="Let --html replace an older page.")
 def command(
     a: str,
     b: str,
@@ -85,39 +90,52 @@ def command(
             causes=not no_causes,
         )  # fmt: skip
         found = compare(a, b, options)
-        if html is not None:
-            _write_page(html, found)
     except (UsageError, StorageError) as error:
         _fail(str(error), as_json)
     except (ConvtoolsError, OSError) as error:
         _fail(f"could not tell: {error}", as_json)
+    code = found.exit_code
+    if html is not None:
+        try:
+            _write_page(html, found)
+        except (ConvtoolsError, OSError) as error:  # the verdict stands, and is printed
+            complain(f"error: {error}")
+            code = 2
+    finish(code, lambda: _show(found, as_json))
+
+
+def _show(found: "Comparison", as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         from convtools.cli.compare_table import print_comparison
 
         print_comparison(found)
-    sys.exit(found.exit_code)
 
 
-def _fail(message: str, as_json: bool) -> None:
-    from convtools.errors import printable
-
-    if as_json:
-        click.echo(json.dumps({"equal": None, "verdict": message}, indent=2))
-    click.echo(f"error: {printable(message)}", err=True)
-    sys.exit(2)
+def _fail(message: str, as_json: bool) -> NoReturn:
+    complain(f"error: {message}")
+    told = json.dumps({"equal": None, "verdict": message}, indent=2)
+    finish(2, lambda: click.echo(told) if as_json else None)
 
 
 def _check_page(path: Path, overwrite: bool) -> None:
+    from convtools.equality.report_html import is_report
     from convtools.errors import StorageError
 
     if os.path.lexists(path) and not overwrite:
         raise StorageError(f"`{path}` exists", fix="choose another name, or pass --overwrite")
-    if path.is_dir():
-        raise StorageError(f"`{path}` is a folder", expected="the name of a file")
+    if path.exists() and not path.is_file():  # a device would be replaced as well
+        raise StorageError(f"`{path}` is no regular file", expected="the name of a file")
+    if os.path.lexists(path) and not is_report(path):
+        raise StorageError(
+            f"`{path}` exists, and is no page of `convtools compare`: it is not replaced",
+            fix="choose another name, or remove it",
+        )
     if not path.parent.is_dir():
         raise StorageError(f"could not write `{path}`: there is no folder `{path.parent}`")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise StorageError(f"could not write `{path}`: no permission to write in `{path.parent}`")
 
 
 def _write_page(path: Path, found: "Comparison") -> None:

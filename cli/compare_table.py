@@ -73,6 +73,15 @@ def _tensors(console: object, bad: list[TensorResult]) -> None:
     console.print()
 
 
+def number(value: float) -> str:
+    """A median, which may end in a half.
+
+    >>> number(2031624.5), number(3.0)
+    ('2,031,624.5', '3')
+    """
+    return f"{value:,.1f}".removesuffix(".0")
+
+
 def told(r: TensorResult) -> str:
     """A result's numbers in one line."""
     parts = [r.verdict]
@@ -81,11 +90,13 @@ def told(r: TensorResult) -> str:
     if r.shape_a != r.shape_b and r.shape_a is not None and r.shape_b is not None:
         parts.append(f"{list(r.shape_a)} in A, {list(r.shape_b)} in B")
     if r.different and r.first_index is not None:
-        parts.append(f"{r.different:,} of {r.elements:,} elements, first at {list(r.first_index)}")
+        of = f"{r.elements:,} element" + ("" if r.elements == 1 else "s")
+        parts.append(f"{r.different:,} of {of}, first at {list(r.first_index)}")
     if r.max_abs is not None:
-        parts.append(f"max abs {r.max_abs:.3g}, rel {r.max_rel or 0:.3g}")
+        rel = f", rel {r.max_rel:.3g}" if r.max_rel is not None else ", rel none: B is zero there"
+        parts.append(f"max abs {r.max_abs:.3g}{rel}")
     if r.max_ulp is not None:
-        parts.append(f"ulp max {r.max_ulp}, median {r.median_ulp:g}")
+        parts.append(f"ulp max {r.max_ulp:,}, median {number(r.median_ulp or 0)}")
     for what, left, right in (("NaN", r.nan_a, r.nan_b), ("Inf", r.inf_a, r.inf_b)):
         if left or right:
             parts.append(f"{what} {left} in A, {right} in B")

@@ -4,10 +4,15 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from convtools.cli.ending import complain, finish
 from convtools.cli.render import human
+
+if TYPE_CHECKING:
+    from convtools.slicing.verification import Verification
 
 
 @click.command()
@@ -23,14 +28,20 @@ def command(path: Path, source: str | None, workers: int, as_json: bool) -> None
     Exits with 0 where all is whole, with 1 where something is not, and with 2 where that could not be found
     out: no manifest, no checkpoint, files that cannot be read.
     """
-    from convtools.errors import ConvtoolsError, printable
+    from convtools.errors import ConvtoolsError
     from convtools.slicing.verification import verify_slice
 
     try:
         found = verify_slice(path, source, workers=workers)
     except (ConvtoolsError, OSError) as error:
-        click.echo(f"error: {printable(str(error))}", err=True)
+        complain(f"error: {error}")
         sys.exit(2)
+    finish(0 if found.whole else 1, lambda: _show(found, as_json))
+
+
+def _show(found: "Verification", as_json: bool) -> None:
+    from convtools.errors import printable
+
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2))
     else:
@@ -44,4 +55,3 @@ def command(path: Path, source: str | None, workers: int, as_json: bool) -> None
         config = "and config.json" if found.config_covered else "(config.json not: the manifest has no hash)"
         what = f"{found.tensors} tensors {config}, {human(found.nbytes)}, compared with {against}"
         click.echo(printable(f"{verdict}: {what}"))
-    sys.exit(0 if found.whole else 1)

@@ -116,6 +116,13 @@ def decode(raw: bytes, path: Path = Path(MANIFEST_NAME)) -> Manifest:
             f"{tick(path.name)} is too large", where=path, expected=f"<= {_MAX_NBYTES} bytes", found=len(raw)
         )
     made = json_object(raw, path, constants=False)
+    if "schema" not in made and "tensors" not in made:
+        raise CheckpointError(
+            f"{tick(path.name)} is a JSON file, and no manifest",
+            where=path,
+            expected=f"a manifest ({tick(SCHEMA)}), as `convtools fingerprint` writes it",
+            fix="of a checkpoint give the folder",
+        )
     if made.get("schema") != SCHEMA:
         raise CheckpointError(
             "not a manifest of the schema that this version reads",

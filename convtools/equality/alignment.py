@@ -18,8 +18,12 @@ from convtools.layout.region import Region
 def align(a: Side, b: Side) -> tuple[Canonical, Canonical]:
     """Both sides under the same names, as far as tables relate them; a name that only one has stays."""
     left, right = _own(a), _own(b)
-    if a.hf.keys() == b.hf.keys() or a.manifest or b.manifest:
+    if a.hf.keys() == b.hf.keys() or (a.manifest and b.manifest):
         return left, right
+    if a.manifest:
+        return left, _under(b, a)
+    if b.manifest:
+        return _under(a, b), right
     tables = a.table or _table_like(a, b.model), b.table or _table_like(b, a.model)
     if tables[0] is None or tables[1] is None or tables[0].hf == tables[1].hf:
         return left, right
@@ -28,6 +32,15 @@ def align(a: Side, b: Side) -> tuple[Canonical, Canonical]:
     if len(tables[1].hf) > len(tables[0].hf):
         return _onto(a, tables[0], tables[1]), right
     return left, _onto(b, tables[1], tables[0])
+
+
+def _under(side: Side, manifest: Side) -> Canonical:
+    """`side` under the names of a manifest, whose hashes cannot be cut: as far as tables relate the two."""
+    base = manifest.table or _table_like(manifest, side.model)
+    own = side.table
+    if base is None or own is None or own.hf == base.hf or own.mapping.a != base.mapping.a:
+        return _own(side)
+    return _onto(side, own, base)
 
 
 def _table_like(side: Side, model: Model | None) -> Table | None:

@@ -13,7 +13,7 @@ from convtools.conversion.plan import Resolver, Target
 from convtools.conversion.source import Duplicate, LeftOut, Padding, Source
 from convtools.equality.live import LiveBytes, Shards, named_tensors, shards_source
 from convtools.equality.reading import Memory, Reader, Stamp, stamps
-from convtools.errors import ConvtoolsError, UsageError
+from convtools.errors import CheckpointError, ConvtoolsError, UsageError
 from convtools.families.registry import Model
 from convtools.families.table import Table
 from convtools.layout.mapping import Mapping as Pieces
@@ -21,6 +21,10 @@ from convtools.layout.region import Region
 from convtools.manifest import Manifest, read_manifest
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
 from convtools.stores.move import DIRECT
+from convtools.stores.names import tick
+
+_OF_FOLDERS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+"""JSON files that lie in a checkpoint's folder and are no manifest."""
 
 
 class Loose(NamedTuple):
@@ -150,10 +154,31 @@ def open_side(
             found=type(given).__name__,
         )
     path = Path(given)
-    if path.suffix == ".json" and (path.is_file() or not path.exists()):
-        side = _of_manifest(str(given), read_manifest(path))
-        return side
+    _is_there(path, str(given))
+    if path.suffix == ".json" and path.is_file():
+        return _of_manifest(str(given), read_manifest(path))
     return _of_folder(str(given), iteration, hf_config, other_root)
+
+
+def _is_there(path: Path, given: str) -> None:
+    """Raise UsageError for a path that is not there, and for a file of a checkpoint in its folder's place."""
+    if path.is_dir():
+        return
+    if not path.exists():
+        from convtools.stores.hub import parse_repo
+
+        if path.suffix == ".json" or parse_repo(given) is None:
+            raise UsageError(
+                f"there is no {'file' if path.suffix == '.json' else 'folder'} {tick(given)}",
+                expected="a checkpoint's folder, a manifest (.json), or org/name[@revision] on the Hub",
+            )
+        return
+    if path.suffix != ".json" or path.name in _OF_FOLDERS or path.name.endswith(".index.json"):
+        raise UsageError(
+            f"{tick(given)} is a file",
+            expected="a checkpoint's folder, or a manifest (.json)",
+            fix=f"give its folder: {path.parent}",
+        )
 
 
 def _of_folder(name: str, iteration: int | str | None, hf_config: Path | None, other: Path | None) -> Side:
@@ -175,7 +200,15 @@ def _of_folder(name: str, iteration: int | str | None, hf_config: Path | None, o
         return _of_source(name, open_source(root, iteration=iteration, hf_config=hf_config))
     if iteration is not None:
         raise UsageError(f"`{name}` has no iterations", fix="give one for a Megatron checkpoint only")
-    origin = open_origin(name)
+    try:
+        origin = open_origin(name)
+    except ConvtoolsError as error:
+        if root.exists():
+            raise
+        raise CheckpointError(
+            f"there is no folder {tick(name)}, and as a repository on the Hub: {error.what}",
+            where=error.where, expected=error.expected, found=error.found, fix=error.fix,
+        ) from None  # fmt: skip
     notes = tuple(
         f"{name}: not read: {left.name} ({left.reason})" for left in origin.left_out if _stray(left)
     )

@@ -48,11 +48,13 @@ class Asker:
     """Looks into differences; safe to share among threads."""
 
     def __init__(self, lanes: Lanes, most: int) -> None:
-        self._lanes, self._left, self._probes = lanes, most, _PROBES
+        self._lanes, self._left, self._probes, self._off = lanes, most, _PROBES, most == 0
         self._lock, self._one = threading.Lock(), threading.Lock()
 
     def ask(self, pair: Pair, meter: Meter) -> str | None:
         """What the difference of a pair looks like. Raises CheckpointError where it cannot be read."""
+        if self._off:
+            return None
         said = bits_differ(meter)
         if said or not self._may():
             return said
@@ -152,6 +154,8 @@ class Asker:
 
     def shapes(self, found: TensorResult) -> str | None:
         """What two shapes look like. Raises CheckpointError where they cannot be read."""
+        if self._off:
+            return None
         a, b, (one, two) = self._lanes.a, self._lanes.b, self._lanes.readers()
         if found.name not in a.shapes or found.name not in b.shapes or found.dtype_a != found.dtype_b:
             return None
@@ -162,7 +166,8 @@ class Asker:
             part = Region((0, 0), (rows, left[1]))
             same = _same((a, found.name, one), (b, found.name, two), part)
             longer = "A" if left[0] > right[0] else "B"
-            more = f"{longer} has {abs(left[0] - right[0])} rows more"
+            count = abs(left[0] - right[0])
+            more = f"{longer} has {count} row{'s' * (count != 1)} more"
             alike = "the same" if same else "not the same"
             return f"{more}, such as padding of the vocabulary; the first {rows} are {alike}"
         if max(a.nbytes(found.name), b.nbytes(found.name)) > WHOLE or not self._may():
@@ -279,5 +284,7 @@ def of_specials(a: "Array", b: "Array", dtype: str) -> str | None:
     for what, x, y in (("NaN", nan_a, nan_b), ("infinite", inf_a, inf_b)):
         for names, left, right in (("B", x, y), ("A", y, x)):
             if count := int((right & ~left).sum()):
-                return f"{count} elements of {names} are {what} where the other side has numbers"
+                some = "1 element" if count == 1 else f"{count:,} elements"
+                verb = "is" if count == 1 else "are"
+                return f"{some} of {names} {verb} {what} where the other side has numbers"
     return None

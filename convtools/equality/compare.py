@@ -15,9 +15,11 @@ from convtools.equality.conclusion import conclude
 from convtools.equality.difference import Meter
 from convtools.equality.notes import changed_files, notes_of, one_memory, read_first
 from convtools.equality.options import CompareOptions
-from convtools.equality.pairing import STRAY, Pair, elements, pair_up, result
+from convtools.equality.pairing import STRAY, Pair, elements, pair_up, result, stray_names
 from convtools.equality.replicas import disagreements
 from convtools.equality.screening import Lanes, screen, tasks, told
+from convtools.equality.settings import settings_note, two_models
+from convtools.equality.spelling import respelled
 from convtools.equality.strays import strays_compared
 from convtools.equality.verdict import CLOSE, DIFFERS, IDENTICAL, SHAPE, UNREADABLE, Comparison, TensorResult
 from convtools.errors import ConvtoolsError, UsageError
@@ -26,6 +28,8 @@ from convtools.stores.hf import is_hf
 
 MOST_CAUSES = 256
 """Tensors whose difference is looked into; others are only measured."""
+_BARE = ("tensors", "manifest")
+"""Formats that have no config."""
 
 
 def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison:
@@ -44,13 +48,17 @@ def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison
     if by_hash and (options.tolerant or options.ignore_dtype):
         raise UsageError("a manifest holds hashes: values cannot be compared", fix="leave out the tolerance")
     of_a, of_b = align(left, right)
+    options.check_patterns(dict.fromkeys((*of_a.shapes, *of_b.shapes, *stray_names(of_a, of_b))))
     known, pairs = _sorted(pair_up(of_a, of_b, options))
     lanes = Lanes(of_a, of_b, options.workers)
     try:
         if by_hash:
-            found, algorithms = _by_hash(lanes, pairs)
+            found, algorithms, reason = _by_hash(lanes, pairs)
+            unrelated, spelled = respelled(of_a, of_b, known)
+            known |= unrelated
+            reasons = [why for why in (spelled, reason) if why]
         else:
-            found, algorithms = _by_bytes(lanes, pairs, options), []
+            found, algorithms, reasons = _by_bytes(lanes, pairs, options), [], []
         results = known | found
         unseen = [name for name, one in known.items() if one.verdict == UNREADABLE and one.cause == STRAY]
         results |= {one.name: one for one in strays_compared(lanes, unseen)}
@@ -62,14 +70,23 @@ def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison
                 said.append(one)
             else:
                 results[one.name] = one
-        notes = (*notes_of(lanes, pairs, results, options), *said)
+        settings = settings_note(left, right)
+        notes = (*notes_of(lanes, pairs, results, options), *said, *([settings] if settings else []))
     finally:
         lanes.close()
     changed = list(changed_files(left, right))
     vacuous = [*one_memory(lanes, pairs), *read_first(left, right)]
     order = {name: i for i, name in enumerate(dict.fromkeys((*of_a.shapes, *of_b.shapes)))}
     listed = tuple(sorted(results.values(), key=lambda r: order.get(r.name, len(order))))
-    equal, verdict = conclude(listed, options, algorithms=algorithms, changed=changed, vacuous=vacuous)
+    equal, verdict = conclude(
+        listed,
+        options,
+        algorithms=algorithms,
+        changed=changed,
+        vacuous=vacuous,
+        reasons=reasons,
+        models=two_models(left, right),
+    )
     return Comparison(
         left.name, right.name, left.format, right.format, options.mode, listed, equal, verdict,
         sum(r.elements for r in listed), time.monotonic() - began, notes,
@@ -79,12 +96,22 @@ def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison
 def _open(a: Any, b: Any, options: CompareOptions) -> tuple[Side, Side]:
     config = None if options.hf_config is None else Path(options.hf_config)
     roots = [_hf_root(given) for given in (a, b)]
+    if config is not None and not config.exists():
+        raise UsageError(
+            f"--hf-config: there is no folder `{config}`", expected="a folder with the model's config.json"
+        )
     left = open_side(a, iteration=options.iteration_a, hf_config=config, other_root=roots[1])
     right = open_side(b, iteration=options.iteration_b, hf_config=config, other_root=roots[0])
-    # Bare tensors have no config: whether the head is tied, and how experts are fused, the other one's says.
-    if left.format == "tensors" and not left.config:
+    if config is not None and not {left.format, right.format} & {"torch_dist", "torch"}:
+        raise UsageError(
+            "--hf-config is for a Megatron side, and neither is one",
+            found=f"{left.format} and {right.format}",
+            fix="leave it out",
+        )
+    # Bare tensors and manifests have no config: the other side's says whether the head is tied, and so on.
+    if left.format in _BARE and not left.config:
         left = replace(left, config=right.config)
-    if right.format == "tensors" and not right.config:
+    if right.format in _BARE and not right.config:
         right = replace(right, config=left.config)
     return left, right
 
@@ -190,14 +217,15 @@ def _explain_shapes(
             results[name] = replace(found, cause=cause)
 
 
-def _by_hash(lanes: Lanes, pairs: dict[str, Pair]) -> tuple[dict[str, TensorResult], list[str]]:
+def _by_hash(lanes: Lanes, pairs: dict[str, Pair]) -> tuple[dict[str, TensorResult], list[str], str | None]:
+    """(results, the hashes used, why some have no hash in common)."""
     a, b = lanes.a, lanes.b
     used: dict[str, None] = {}
 
     def look(pair: Pair) -> TensorResult:
         algorithm = hashes.common(a, pair.a, b, pair.b)
         if algorithm is None:
-            why = "the manifest has no hash of it that is known here"
+            why = "no hash of it that both sides have or can compute"
             return result(pair.name, UNREADABLE, a, b, pair, cause=why)
         used[algorithm] = None
         readers = lanes.readers()
@@ -211,7 +239,7 @@ def _by_hash(lanes: Lanes, pairs: dict[str, Pair]) -> tuple[dict[str, TensorResu
         return result(pair.name, DIFFERS, a, b, pair, cause=f"{algorithm} is {one} in A, {other} in B")
 
     found = {one.name: one for one in lanes.each(look, _in_order(pairs))}
-    return found, sorted(used)
+    return found, sorted(used), hashes.none_in_common(a, b, pairs.values())
 
 
 def _in_order(pairs: dict[str, Pair]) -> Iterator[Pair]:

@@ -37,6 +37,7 @@ class Meter:
     """Flat index of the first of them."""
     max_abs: float | None = None
     max_rel: float | None = None
+    """Largest |a - b| / |b| where b is not zero."""
     max_ulp: int | None = None
     nan: list[int] = field(default_factory=lambda: [0, 0])
     """NaN values on either side."""
@@ -103,11 +104,11 @@ class Meter:
             self.only_zeros &= bool((larger == 0).all())
             self.only_nans &= bool((nan_a & nan_b).all())
             if finite.any():
-                some, size = gap[finite], larger[finite]
-                largest = float(min(some.max(), sys.float_info.max))
-                relative = float((some / np.where(size > 0, size, 1)).max())
-                self.max_abs = max(self.max_abs or 0.0, largest)
-                self.max_rel = max(self.max_rel or 0.0, relative)
+                some, size = gap[finite], np.abs(y[finite])
+                self.max_abs = max(self.max_abs or 0.0, float(min(some.max(), sys.float_info.max)))
+                if (size > 0).any():  # relative to a zero nothing is near
+                    relative = float((some[size > 0] / size[size > 0]).max())
+                    self.max_rel = max(self.max_rel or 0.0, min(relative, sys.float_info.max))
                 self._keep(steps[finite])
             if not options.tolerant:
                 return np.ones(len(a), bool)

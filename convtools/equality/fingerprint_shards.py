@@ -61,6 +61,8 @@ def fingerprint_shards(
 def combine_shards(parts: Iterable[Mapping[str, int]], model: Model) -> dict[str, str]:
     """The 32 hex digits of every canonical tensor, from the parts of all ranks of one replica.
 
+    As in the manifest of a Megatron checkpoint, a tied head is not among them: no rank holds one.
+
     Raises AccountingError where no rank has a part of a tensor.
     """
     values: dict[str, list[int]] = {name: [] for name in model.table(model.spec.vocab).hf}
@@ -73,8 +75,7 @@ def combine_shards(parts: Iterable[Mapping[str, int]], model: Model) -> dict[str
         raise AccountingError(
             "no rank has a part of some tensors", found=capped(missing), fix="give every rank's parts"
         )
-    out = {name: hexdigest(combine(found)) for name, found in values.items()}
-    return out | {copy.name: out[copy.of] for copy in model.copies()}
+    return {name: hexdigest(combine(found)) for name, found in values.items()}
 
 
 def counts(place: Placement, held: Held, rank: Rank, chunk: int) -> bool:

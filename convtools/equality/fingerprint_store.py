@@ -169,7 +169,8 @@ def _side(side: Side, only: Collection[str] | None, xxh3: bool) -> _Plan:
     tensors = {n: (side.dtypes[n], tuple(shape)) for n, shape in side.hf.items()}
     megatron = isinstance(source, Source) and source.format != "hf"
     copies = {c.name: c.of for c in source.model.copies()} if megatron else {}
-    tensors |= {name: tensors[of] for name, of in copies.items()}
+    # Megatron stores no copy: one that only a conversion would write is hashed where it is asked for.
+    tensors |= {name: tensors[of] for name, of in copies.items() if only is not None and name in only}
     tensors = {n: t for n, t in tensors.items() if only is None or n in only}
     read = [n for n in side.hf if n in tensors or any(copies.get(t) == n for t in tensors)]
     shifted = hf_shifts(source, _NO_TARGET) if megatron else {}

@@ -1,10 +1,13 @@
 """A manifest as one side: its hashes against those of the other side's canonical bytes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from convtools.equality.canonical import Canonical
 from convtools.equality.fingerprint import ALGORITHM, PRIME, fingerprint_bytes, hexdigest
+from convtools.equality.pairing import Pair
 from convtools.equality.reading import Reader
+from convtools.errors import capped
 from convtools.layout.plan import slabs
 from convtools.layout.region import Region
 from convtools.manifest import XXH3
@@ -32,6 +35,25 @@ def common(a: Canonical, name_a: str, b: Canonical, name_b: str) -> str | None:
         return next((h for h in both if one[h] != two[h]), both[0] if both else None)
     listed = said[0] if said[0] is not None else said[1]
     return next((h for h in KNOWN if h in (listed or {})), None)
+
+
+def none_in_common(a: Canonical, b: Canonical, pairs: Iterable[Pair]) -> str | None:
+    """Why tensors could not be compared by any hash, said once; None where all could."""
+    without = [pair for pair in pairs if common(a, pair.a, b, pair.b) is None]
+    if not without:
+        return None
+    said = []
+    for side, letter, names in (
+        (a, "A", [pair.a for pair in without]), (b, "B", [pair.b for pair in without])
+    ):  # fmt: skip
+        if side.side.manifest is not None:
+            found = sorted({algorithm for name in names for algorithm in told(side, name)})
+            said.append(f"{letter} has {capped(found, 4) if found else 'none'}")
+    count = f"{len(without):,} tensor" + ("" if len(without) == 1 else "s")
+    return (
+        f"no hash to compare {count} by: {', '.join(said)}; make the manifests again with "
+        "`convtools fingerprint --xxh3`, or compare a checkpoint with one of them"
+    )
 
 
 def digest(side: Canonical, name: str, algorithm: str, reader: Reader) -> str:

@@ -31,9 +31,8 @@ def notes_of(
             notes.append(f"{letter} spells its tensors differently; compared under the other side's names")
     if options.ignore_dtype:
         count = sum(a.dtypes[p.a] != b.dtypes[p.b] for p in pairs.values())
-        notes.append(
-            f"DTYPES IGNORED: {count} tensors of two dtypes were compared as values of the wider one"
-        )
+        some = f"{count} tensor{'s' * (count != 1)} of two dtypes"
+        notes.append(f"DTYPES IGNORED: {some} compared as values of the wider one, and ULP in its steps")
     if options.tolerant:
         notes.append("NaN is equal to NaN only in the same place, infinity only to the same; 0.0 equals -0.0")
     for pair in pairs.values():
@@ -86,7 +85,8 @@ def one_memory(lanes: Lanes, pairs: Mapping[str, Pair]) -> Iterator[str]:
     theirs = {(device, at) for device, at, nbytes in spans[1].values() if nbytes}
     shared = [name for name, (device, at, nbytes) in spans[0].items() if nbytes and (device, at) in theirs]
     if shared:
-        yield f"{len(shared)} tensors of A and B are one memory, such as `{shared[0]}`: compare with a copy"
+        some = "1 tensor of A and B is" if len(shared) == 1 else f"{len(shared)} tensors of A and B are"
+        yield f"{some} one memory, such as `{shared[0]}`: compare with a copy"
 
 
 def read_first(a: Side, b: Side) -> Iterator[str]:
@@ -94,7 +94,7 @@ def read_first(a: Side, b: Side) -> Iterator[str]:
     for side, letter in ((a, "A"), (b, "B")):
         for left in side.left_out:
             if left.name == SINGLE and left.reason.startswith("the index does not name it"):
-                yield f"{letter} has a `{SINGLE}` beside its index, which transformers reads first: remove one"
+                yield f"{letter} has a `{SINGLE}` beside its index, that transformers reads first: remove one"
 
 
 def changed_files(a: Side, b: Side) -> Iterator[str]:

@@ -80,6 +80,11 @@ def pair_up(a: Canonical, b: Canonical, options: CompareOptions) -> Iterator[Pai
         yield result(name, missing if wanted else SKIPPED, a, b, cause=why)
 
 
+def stray_names(*sides: Canonical) -> list[str]:
+    """Names of tensors that lie where the index does not assign them."""
+    return [name.partition(" in ")[0] for side in sides for name in _strays(side)]
+
+
 def _strays(side: Canonical) -> list[str]:
     return [left.name for left in side.side.left_out if left.reason == "the index does not assign it there"]
 
@@ -117,7 +122,25 @@ def _tied(name: str, lacks: Canonical, has: Canonical, embedding: str | None) ->
     of = has.side.copies.get(name) or lacks.side.copies.get(name)
     if of is not None:
         return of if of in lacks.shapes else None
-    return embedding if head and True in says and says[0] is not False else None
+    if head and True in says and says[0] is not False:
+        return embedding
+    by_hash = has.side.manifest is not None or lacks.side.manifest is not None
+    return _repeated(name, lacks, has, embedding) if by_hash and says == [None, None] else None
+
+
+def _repeated(name: str, lacks: Canonical, has: Canonical, embedding: str | None) -> str | None:
+    """The same where nothing says whether a head is tied: hashes will tell whether it is a copy."""
+    head = next((n for n in lacks.shapes if n.endswith(_HEAD) and place_of(n)[0] is None), None)
+    layer, component = place_of(name)
+    if component.endswith("shared_head.head.weight"):  # what a layer of multi-token prediction repeats
+        of = head or embedding
+    elif component.endswith(_EMBEDDING) and layer is not None:
+        of = embedding
+    else:
+        of = embedding if name.endswith(_HEAD) and head is None else None
+    if of is None or (lacks.shapes[of], lacks.dtypes[of]) != (has.shapes[name], has.dtypes[name]):
+        return None
+    return of
 
 
 def _embedding(side: Canonical) -> str | None:

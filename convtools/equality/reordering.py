@@ -103,7 +103,7 @@ def describe(order: "Array", axis: int, ndim: int, name: str) -> str:
         return f"{what}{part} are shifted by {min(shift, size - shift)}{heads}: {example}"
     block = _block(order)
     coarse = order[::block] // block
-    if said := _interleaved(coarse, block, what):
+    if said := _interleaved(coarse, block, what) or _per_head(order, what):
         return said
     if experts:
         return f"experts are permuted: {example}"
@@ -149,6 +149,18 @@ def _block(order: "Array") -> int:
     while block > 1 and (n % block or (order[::block] % block).any()):
         block = next((d for d in range(block - 1, 0, -1) if block % d == 0), 1)
     return block
+
+
+def _per_head(order: "Array", what: str) -> str | None:
+    """The two ways to lay out a rotary head, pairs of rows side by side or halves, in every head alike."""
+    import numpy as np
+
+    n = len(order)
+    for size in (d for d in range(4, n // 2 + 1) if n % d == 0):
+        if np.array_equal(order.reshape(-1, size), order[:size] + np.arange(0, n, size)[:, None]):
+            said = _interleaved(order[:size], 1, what)
+            return said and f"{said}, within each of {n // size} heads of {size}"
+    return None
 
 
 def _interleaved(coarse: "Array", block: int, what: str) -> str | None:

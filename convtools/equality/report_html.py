@@ -27,11 +27,13 @@ _LIMITS = (
 )
 """Tried in this order until the page is small enough."""
 _WORDS = {
-    True: ("equal", "=", "Equal"),
-    False: ("unequal", "≠", "Not equal"),
-    None: ("unknown", "?", "Could not tell"),
+    True: ("equal", "="),
+    False: ("unequal", "≠"),
+    None: ("unknown", "?"),
 }
 _MAX_NOTES = 30
+_GENERATOR = b'<meta name="generator" content="convtools compare">'
+"""Tells a page of ours from any other file."""
 _PLAIN = 50
 """Tensors that a reader without JavaScript sees."""
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
@@ -61,9 +63,18 @@ def write_report(path: str | os.PathLike[str], comparison: Comparison) -> None:
             new.unlink(missing_ok=True)
 
 
+def is_report(path: Path) -> bool:
+    """Whether a file is a page that `write_report` wrote."""
+    try:
+        with path.open("rb") as file:
+            return _GENERATOR in file.read(2048)
+    except OSError:
+        return False
+
+
 def _page(comparison: Comparison, limits: Limits) -> str:
     style, script = _part("report_page.css"), _part("report_page.js")
-    state, sign, word = _WORDS[comparison.equal]
+    (state, sign), word = _WORDS[comparison.equal], comparison.heading
     notes = [_text(note, 1000) for note in comparison.notes[:_MAX_NOTES]]
     if len(comparison.notes) > _MAX_NOTES:
         notes.append(f"... and {len(comparison.notes) - _MAX_NOTES} more notes")
@@ -85,8 +96,8 @@ def _page(comparison: Comparison, limits: Limits) -> str:
         "b": _text(comparison.b),
         "a_format": _text(comparison.a_format),
         "b_format": _text(comparison.b_format),
-        "tensors": f"{len(comparison.tensors):,}",
-        "elements": f"{comparison.elements:,}",
+        "tensors": _count(comparison.compared, "tensor"),
+        "elements": _count(comparison.elements, "element"),
         "seconds": f"{comparison.seconds:.3g} s"
         if comparison.seconds < 100
         else f"{comparison.seconds:,.0f} s",
@@ -96,6 +107,10 @@ def _page(comparison: Comparison, limits: Limits) -> str:
         "data": data.translate(_NOT_IN_SCRIPT),
     }
     return _SLOT.sub(lambda slot: values[slot[1]], _part("report_page.html"))
+
+
+def _count(n: int, of: str) -> str:
+    return f"{n:,} {of}" + ("" if n == 1 else "s")
 
 
 def _legend(comparison: Comparison) -> str:

@@ -324,7 +324,8 @@
     $("status").textContent = "";
     details.replaceChildren(make("h2", "", "Numbers of a cell"));
     const hint = "Click a cell, or go to it with the arrow keys and press Enter.";
-    if (badRows.size) details.append(make("p", "", `Layers to look at: ${ranges([...badRows].sort((a, b) => a - b).map((r) => ROWS[r]))}`));
+    const look = ranges([...badRows].sort((a, b) => a - b).map((r) => ROWS[r]));
+    if (badRows.size) details.append(make("p", "", badRows.size === 1 ? `One layer to look at: layer ${look}` : `Layers to look at: ${look}`));
     const strange = outside.filter((i) => bad[i]).length;
     if (strange) details.append(make("p", "", `Outside of the layers: ${strange}`));
     details.append(make("p", "soft", hint));

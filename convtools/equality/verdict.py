@@ -50,7 +50,7 @@ class TensorResult:
     max_abs: float | None = None
     """Largest absolute difference between finite values."""
     max_rel: float | None = None
-    """Largest difference relative to the larger magnitude of the two."""
+    """Largest of |a - b| / |b|, what `--rtol` bounds, over elements where b is a number but not zero."""
     max_ulp: int | None = None
     """Largest distance in the integer order of the dtype."""
     median_ulp: float | None = None
@@ -112,6 +112,29 @@ class Comparison:
         """0 equal, 1 not equal, 2 could not tell."""
         return 2 if self.equal is None else int(not self.equal)
 
+    @property
+    def compared(self) -> int:
+        """Tensors of which something is known: all but those left out or not readable."""
+        return sum(r.verdict not in (SKIPPED, UNREADABLE) for r in self.tensors)
+
+    @property
+    def heading(self) -> str:
+        """The verdict in a few words; never a bare "Equal" where not every byte of every tensor is."""
+        if self.equal is None:
+            return "Could not tell"
+        if not self.equal:
+            return "Not equal"
+        words = ["Equal"]
+        tolerance, _, ignored = self.mode.partition(", ")
+        if any(r.verdict == CLOSE for r in self.tensors):
+            words += [] if tolerance == "exact" else [f"within {tolerance}"]
+            words += ["in value, dtypes ignored"] if ignored else []
+        if "manifest" in (self.a_format, self.b_format):
+            words.append("by fingerprint")
+        if self.compared != len(self.tensors):
+            words.append(f"({self.compared:,} of {len(self.tensors):,} tensors)")
+        return " ".join(words)
+
     def counts(self) -> dict[str, int]:
         """How many tensors have each verdict, verdicts without any left out."""
         found = {verdict: 0 for verdict in VERDICTS}
@@ -129,6 +152,7 @@ class Comparison:
             "mode": self.mode,
             "equal": self.equal,
             "verdict": self.verdict,
+            "compared": self.compared,
             "elements": self.elements,
             "seconds": self.seconds,
             "counts": self.counts(),

@@ -241,5 +241,3 @@ def _exchange(a: "Bytes", b: "Bytes", step: int = 1 << 18) -> None:
         kept = a[at : at + step].copy()
         a[at : at + step] = b[at : at + step]
         b[at : at + step] = kept
-
-

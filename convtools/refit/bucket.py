@@ -7,6 +7,7 @@ touch of a page costs several times the copy into it.
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -59,10 +60,8 @@ class _Slots:
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             self._view.release()
-            try:
+            with suppress(BufferError):  # a numpy array still points into it: unmapped when that goes
                 mapping.close()
-            except BufferError:  # a numpy array still points into it: unmapped when that goes
-                pass
 
 
 class Ring(_Slots):

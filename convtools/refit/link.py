@@ -8,8 +8,22 @@ from convtools.refit.bucket import Ring
 from convtools.refit.errors import PeerError, RefitError
 from convtools.refit.plan import RefitPlan
 from convtools.refit.protocol import (
-    Abort, Aborted, Agreed, Answer, Ask, Bucket, Commit, Committed, Consumed, Open, Opened, Prepare, Prepared,
-    Question, Refused, Told,
+    Abort,
+    Aborted,
+    Agreed,
+    Answer,
+    Ask,
+    Bucket,
+    Commit,
+    Committed,
+    Consumed,
+    Open,
+    Opened,
+    Prepare,
+    Prepared,
+    Question,
+    Refused,
+    Told,
 )  # fmt: skip
 from convtools.refit.sinks.base import Sink
 
@@ -39,6 +53,8 @@ class Link:
 
         An engine that was not restarted, and serves a version that we did not push, is another trainer's.
         """
+        if self.is_open:  # an attempt that was interrupted
+            self.drop()
         if self.connected:
             try:
                 told = self.ask(Ask(), Told, timeout)
@@ -117,6 +133,13 @@ class Link:
                     self.state, self.version = answer.state, answer.version
         except RefitError:
             self.drop()
+
+    def fingerprints(self, of: str, count: int, timeout: float) -> list[bytes]:
+        """Of what it `serves`, or of what is `pending`. Raises RefitError."""
+        found = self.ask(Ask(of), Told, timeout).fingerprints
+        if len(found) != count:
+            raise RefitError(f"{tick(self.name)} has other tensors", expected=count, found=len(found))
+        return found
 
     def ask(self, question: Question, kind: type[_A], timeout: float) -> _A:
         """A question and its answer. Raises RefitError where the answer is another."""

@@ -8,11 +8,11 @@ from convtools.refit.bucket import Mark
 from convtools.refit.errors import RefitError
 from convtools.refit.guard import is_finite
 from convtools.refit.plan import Part, PlannedBucket, RefitPlan, Tensor
-from convtools.refit.receiver import packed
 from convtools.refit.source import PushSource
+from convtools.refit.transaction import packed
 from convtools.stores.base import DTYPE_NBYTES
 
-_STEP = 1 << 18
+_STEP = 1 << 19
 """Bytes that are copied and looked at in one go: they and their copy fit a core's own cache."""
 
 
@@ -69,3 +69,13 @@ class Packer:
                 where=f"{len(view) // DTYPE_NBYTES[tensor.dtype]} elements from {first} on",
                 fix="look at the training step; to push it all the same, finite=False",
             )
+
+
+def canaries_of(plan: RefitPlan) -> frozenset[int]:
+    """The first tensor of each kind: names that differ in numbers only are of one kind."""
+    kinds: dict[tuple[str, ...], int] = {}
+    for i, tensor in enumerate(plan.tensors):
+        kind = tuple(part for part in tensor.name.split(".") if not part.isdigit())
+        if tensor.nbytes:
+            kinds.setdefault((*kind, tensor.dtype), i)
+    return frozenset(kinds.values())

@@ -117,13 +117,14 @@ def make_plan(tensors: Iterable[Tensor], bucket_bytes: int) -> RefitPlan:
 
 def _parts(i: int, tensor: Tensor, bucket_bytes: int, at: int) -> list[Part]:
     """The parts of a tensor, of which the first may go to byte `at` of a bucket that is begun."""
-    size, done, out = DTYPE_NBYTES[tensor.dtype], 0, []
+    out: list[Part] = []
+    size, done = DTYPE_NBYTES[tensor.dtype], 0
     whole = Region.whole(tensor.shape)
     if not tensor.nbytes:
         return out
     room = bucket_bytes - at
     # A tensor that fits a bucket is not split, unless most of a bucket would stay empty.
-    most = room if tensor.nbytes <= room or room >= bucket_bytes // 4 and room >= size else bucket_bytes
+    most = room if tensor.nbytes <= room or (room >= bucket_bytes // 4 and room >= size) else bucket_bytes
     for region in _runs(whole, most // size, bucket_bytes // size):
         nbytes = region.numel * size
         if at + nbytes > bucket_bytes:

@@ -213,6 +213,11 @@ class Head(NamedTuple):
     mac: bytes
 
 
+def wire_text(reason: object, most: int = 4096) -> str:
+    """Text that any frame can carry: a path in an error may be no Unicode."""
+    return str(reason)[:most].encode("utf-8", "replace").decode()
+
+
 def encode(message: Question | Answer) -> bytes:
     """A message as msgpack."""
     return _ENCODER.encode(message)

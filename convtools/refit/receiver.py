@@ -14,28 +14,42 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from convtools.equality.fingerprint import Fingerprint
-from convtools.errors import ConvtoolsError, capped, tick
+from convtools.errors import ConvtoolsError, tick
 from convtools.refit.applier import Applier
-from convtools.refit.bucket import checksum
 from convtools.refit.coverage import Coverage
 from convtools.refit.errors import NotServing, RefitError
 from convtools.refit.gate import Gate
 from convtools.refit.plan import RefitPlan, Tensor, make_plan
 from convtools.refit.protocol import (
-    CLEAN, FINGERPRINT_NBYTES, POISONED, PROTOCOL, UPDATING, Abort, Aborted, Agree, Agreed, Answer, Ask,
-    Bucket, Commit, Committed, Consumed, Open, Opened, PartRow, Prepare, Prepared, Question, Refused, Told,
+    CLEAN,
+    POISONED,
+    PROTOCOL,
+    UPDATING,
+    Abort,
+    Aborted,
+    Agree,
+    Agreed,
+    Answer,
+    Ask,
+    Bucket,
+    Commit,
+    Committed,
+    Consumed,
+    Open,
+    Opened,
+    Prepare,
+    Prepared,
+    Question,
+    Refused,
+    Told,
+    wire_text,
 )  # fmt: skip
-from convtools.stores.base import DTYPE_NBYTES
-
-if TYPE_CHECKING:
-    import numpy as np
+from convtools.refit.transaction import Transaction, packed
 
 MAX_LEASE = 3600.0
-_STEP = 1 << 18  # bytes copied, then fingerprinted while they are still in the cache
 
 
 class Slots(Protocol):
@@ -43,26 +57,6 @@ class Slots(Protocol):
 
     def slot(self, i: int, nbytes: int) -> memoryview:
         """The bytes of one. Raises RefitError outside of them."""
-
-
-@dataclass
-class _Transaction:
-    """What is known of an attempt."""
-
-    token: int
-    attempt: bytes
-    owner: object
-    version: int
-    plan: RefitPlan
-    lease: float
-    deadline: float
-    before: str
-    """The state to which an abort that restores everything returns."""
-    coverage: Coverage
-    seen: set[int] = field(default_factory=set)
-    values: dict[int, Fingerprint] = field(default_factory=dict)
-    fingerprints: bool = True
-    prepared: bool = False
 
 
 class Receiver:
@@ -86,7 +80,7 @@ class Receiver:
         self.gate = Gate()
         self._applier, self._flush, self._drain, self._clock = applier, flush, drain, clock
         self._state, self._version, self._token = CLEAN, version, 0
-        self._transaction: _Transaction | None = None
+        self._transaction: Transaction | None = None
         self._agreed: dict[object, RefitPlan] = {}
         self._lock = threading.RLock()
         self.reason = ""
@@ -123,7 +117,9 @@ class Receiver:
                     now.deadline = self._clock() + now.lease
                 return answer
             except Exception as error:  # an engine's own tensors may raise anything: it must not stay open
-                reason = str(error) if isinstance(error, ConvtoolsError) else f"{type(error).__name__}: {error}"
+                reason = (
+                    str(error) if isinstance(error, ConvtoolsError) else f"{type(error).__name__}: {error}"
+                )
                 if self._is_current(message, owner):
                     self._abort(reason)
                 return self.refusal(reason)
@@ -133,7 +129,7 @@ class Receiver:
 
     def refusal(self, reason: str) -> Refused:
         """A refusal, and what the engine holds."""
-        return Refused(reason[:4096], self._state, self._version)
+        return Refused(wire_text(reason), self._state, self._version)
 
     def expire(self) -> None:
         """Give up a transaction whose lease is over. To be called now and then."""
@@ -178,7 +174,7 @@ class Receiver:
             and (message.token, message.attempt) == (now.token, now.attempt)
         )
 
-    def _current(self, message: Bucket | Prepare | Commit | Abort, owner: object) -> _Transaction:
+    def _current(self, message: Bucket | Prepare | Commit | Abort, owner: object) -> Transaction:
         now = self._transaction
         if now is None or not self._is_current(message, owner):
             raise RefitError(
@@ -216,12 +212,14 @@ class Receiver:
         if not message.force and message.base != self._version:
             raise RefitError("another version is served", expected=message.base, found=self._version)
         if not message.force and message.version < self._version:
-            raise RefitError("a version is never lowered", expected=f">= {self._version}", found=message.version)
+            raise RefitError(
+                "a version is never lowered", expected=f">= {self._version}", found=message.version
+            )
         lease = min(message.lease, MAX_LEASE)
         if self._applier.in_place():
             self.gate.close(self._drain)
         self._token = message.token
-        self._transaction = _Transaction(
+        self._transaction = Transaction(
             message.token, message.attempt, owner, message.version, plan, lease,
             self._clock() + lease, self._state, Coverage(plan), fingerprints=message.fingerprints,
         )  # fmt: skip
@@ -233,72 +231,23 @@ class Receiver:
             raise
         return Opened(message.token)
 
-    def _bucket(self, now: _Transaction, message: Bucket, ring: Slots | None) -> Consumed:
-        import numpy as np
-
+    def _bucket(self, now: Transaction, message: Bucket, ring: Slots | None) -> Consumed:
         began = time.perf_counter()
-        if ring is None or now.prepared or message.index in now.seen or message.index >= len(now.plan.buckets):
+        if ring is None or now.prepared:
             raise RefitError(f"bucket {message.index} is out of turn")
-        data = ring.slot(message.slot, message.nbytes)
-        for part in message.parts:
-            _check_part(now.plan, part, message.nbytes)
-        _check_apart(message.parts)
-        if checksum(data) != message.checksum:
-            raise RefitError(f"bucket {message.index} was altered on its way")
-        for part in message.parts:
-            now.coverage.add(part.tensor, part.start, part.start + part.nbytes)
-        now.seen.add(message.index)
-        array = np.frombuffer(data, "u1")
-        for part in message.parts:
-            self._write(now, part, array[part.offset : part.offset + part.nbytes])
-        del array, data
+        now.consume(message, ring.slot(message.slot, message.nbytes), self._applier, self._aliases())
         return Consumed(message.token, message.index, time.perf_counter() - began)
 
-    def _write(self, now: _Transaction, part: PartRow, data: "np.ndarray[Any, Any]") -> None:
-        tensor = now.plan.tensors[part.tensor]
-        wanted = now.fingerprints or self._is_alias(tensor.name)
-        value = now.values.setdefault(part.tensor, Fingerprint()) if wanted else None
-        for at in range(0, part.nbytes, _STEP):
-            lies = self._applier.write(tensor, part.start + at, data[at : at + _STEP])
-            if value is not None:  # of the bytes where they lie now, not of those in the bucket
-                value.add(part.start + at, lies)
-
-    def _prepare(self, now: _Transaction, message: Prepare) -> Prepared:
-        now.coverage.check_whole()
-        tensors = now.plan.tensors
-        if now.fingerprints:
-            if len(message.fingerprints) != len(tensors):
-                raise RefitError("not a fingerprint for every tensor", found=len(message.fingerprints))
-            differ = [
-                tick(tensor.name)
-                for i, tensor in enumerate(tensors)
-                if packed(now.values.get(i)) != message.fingerprints[i]
-            ]
-            if differ:
-                raise RefitError("tensors are not as they were sent", found=capped(differ))
-        self._check_aliases(now)
+    def _prepare(self, now: Transaction, message: Prepare) -> Prepared:
+        now.check_whole(message.fingerprints, self._aliases())
         now.prepared = True
         return Prepared(message.token)
-
-    def _is_alias(self, name: str) -> bool:
-        aliases = self._aliases()
-        return name in aliases or name in aliases.values()
 
     def _aliases(self) -> Mapping[str, str]:
         found: Mapping[str, str] = getattr(self._applier, "aliases", dict)()
         return found
 
-    def _check_aliases(self, now: _Transaction) -> None:
-        values: dict[str, bytes] = {}
-        for i, tensor in enumerate(now.plan.tensors):
-            if not self._is_alias(tensor.name):
-                continue
-            own = self._aliases().get(tensor.name, tensor.name)
-            value = packed(now.values.get(i))
-            if values.setdefault(own, value) != value:
-                raise RefitError(f"{tick(tensor.name)} and {tick(own)} are one tensor here, and differ there")
-
-    def _commit(self, now: _Transaction) -> Committed:
+    def _commit(self, now: Transaction) -> Committed:
         if not now.prepared:
             raise RefitError("Commit before Prepare")
         self.gate.close(self._drain)
@@ -342,38 +291,6 @@ class Receiver:
             if data is None:
                 raise RefitError(f"{tick(tensor.name)} cannot be read back from this engine")
             value = Fingerprint()
-            value.add(0, data)
+            value.add(0, data.data)
             found.append(packed(value))
         return Told(self._state, self._version, self._token, found)
-
-
-def packed(value: Fingerprint | None) -> bytes:
-    """A fingerprint on the wire."""
-    return (value.value if value else 0).to_bytes(FINGERPRINT_NBYTES, "little")
-
-
-def _check_part(plan: RefitPlan, part: PartRow, nbytes: int) -> None:
-    """Raises RefitError unless the part lies in a tensor of the plan and in its bucket."""
-    if part.tensor >= len(plan.tensors):
-        raise RefitError("a part of a tensor that is not in the plan", found=part.tensor)
-    tensor = plan.tensors[part.tensor]
-    size = DTYPE_NBYTES[tensor.dtype]
-    if part.start % size or part.nbytes % size or part.offset % size:
-        raise RefitError(f"a part of {tick(tensor.name)} splits an element", found=tuple(
-            (part.start, part.nbytes, part.offset)
-        ))  # fmt: skip
-    if part.nbytes == 0 or part.start + part.nbytes > tensor.nbytes or part.offset + part.nbytes > nbytes:
-        raise RefitError(
-            f"a part of {tick(tensor.name)} lies outside",
-            expected=f"{tensor.nbytes} bytes of the tensor, {nbytes} of the bucket",
-            found=f"{part.nbytes} at {part.start}, at {part.offset} of the bucket",
-        )
-
-
-def _check_apart(parts: list[PartRow]) -> None:
-    """Raises RefitError where two parts lie on the same bytes of the bucket."""
-    end = 0
-    for part in sorted(parts, key=lambda p: p.offset):
-        if part.offset < end:
-            raise RefitError("parts of a bucket overlap", found=f"byte {part.offset}")
-        end = part.offset + part.nbytes

@@ -58,7 +58,7 @@ class LiveSource:
             raise UsageError("tied weights that are not there", found=capped(map(tick, unknown)))
         self._tensors = tuple(described(n, t) for n, t in named.items())
         self._now: dict[str, Any] = {}
-        self._spread: tuple[str, Any] = ("", None)
+        self._last: tuple[str, Any] = ("", None)
 
     def _named(self) -> Named:
         if callable(self._given) and not hasattr(self._given, "state_dict"):
@@ -102,8 +102,8 @@ class LiveSource:
 
     def _bytes(self, name: str) -> Any:
         """A tensor's bytes in order; of one that does not lie so, a copy, kept for its other parts."""
-        if self._spread[0] == name:
-            return self._spread[1]
+        if self._last[0] == name:
+            return self._last[1]
         tensor = self._now[name]
         flat = flat_bytes(name, tensor)
         if flat is None:
@@ -111,7 +111,7 @@ class LiveSource:
                 flat = flat_bytes(name, tensor.detach().contiguous().cpu())
             else:
                 flat = flat_bytes(name, tensor.copy(order="C"))
-            self._spread = (name, flat)
+        self._last = (name, flat)
         return flat
 
     def fill(self, tensor: Tensor, part: Part, to: memoryview) -> None:
@@ -122,7 +122,7 @@ class LiveSource:
 
     def end(self) -> None:
         """Hold no tensor of the trainer between pushes."""
-        self._now, self._spread = {}, ("", None)
+        self._now, self._last = {}, ("", None)
 
 
 class _Into(Reader):

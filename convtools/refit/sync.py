@@ -1,7 +1,6 @@
-"""`WeightSync`: the one object that a training loop holds.
+"""`WeightSync`, the one object that a training loop holds: it plans once, and replays the plan at each push.
 
-It plans once, agrees on the plan with every sink, and replays it at each push: all sinks prepare before
-any commits, and any failure before that is an abort everywhere.
+All sinks prepare before any commits, and any failure before that is an abort everywhere.
 """
 
 import secrets
@@ -14,14 +13,15 @@ from convtools.errors import ConvtoolsError, UsageError, capped, tick
 from convtools.refit.bucket import Ring
 from convtools.refit.errors import RefitError
 from convtools.refit.link import Link
-from convtools.refit.packing import Packer
+from convtools.refit.packing import Packer, canaries_of
 from convtools.refit.plan import RefitPlan, make_plan
-from convtools.refit.protocol import Abort, Ask, Bucket, Commit, Open, PartRow, Prepare, Told
+from convtools.refit.protocol import Abort, Bucket, Commit, Open, PartRow, Prepare, wire_text
 from convtools.refit.report import CheckReport, PushReport, SinkReport, VerifyReport
 from convtools.refit.sinks.base import Sink
 from convtools.refit.source import open_push_source
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 8 << 20
+"""What is written by one side is still in the cache when the other reads it; larger ones are slower."""
 
 
 class WeightSync:
@@ -82,7 +82,10 @@ class WeightSync:
                 prepared = time.perf_counter()
                 self._prepare(packer)
             except BaseException as error:
-                raise self._given_up(version, error) from error
+                self._abort(error)
+                if isinstance(error, ConvtoolsError):
+                    raise self._refused(version, error) from error
+                raise
             self._commit(version)
             ended = time.perf_counter()
             return PushReport(
@@ -101,7 +104,7 @@ class WeightSync:
             for link in self._links:
                 try:
                     link.refresh(self.plan, self._ring, self._timeout, True)
-                    found = link.ask(Ask("serves"), Told, self._timeout).fingerprints
+                    found = self._served(link)
                 except RefitError as error:
                     unreadable[link.name] = error.what
                     continue
@@ -128,7 +131,7 @@ class WeightSync:
             link.name: "it writes in place and cannot go back" for link in self._links
             if link.mode not in ("shadow", "undo")
         }  # fmt: skip
-        canaries = self._canaries()
+        canaries = canaries_of(self.plan)
         if len(skipped) < len(self._links):
             faults = self._sing(at, canaries, first, set(skipped))
         names = tuple(self.plan.tensors[i].name for i in canaries)
@@ -203,13 +206,14 @@ class WeightSync:
                 fix="each sink serves one whole version or none; push again",
             )
 
-    def _given_up(self, version: int, error: BaseException) -> BaseException:
-        """Abort everywhere; the error to raise."""
+    def _abort(self, why: object) -> None:
+        """Everywhere."""
         for link in self._links:
             if link.is_open:
-                link.abort(Abort(link.token, self._attempt, str(error)[:1000]), self._timeout)
-        if not isinstance(error, ConvtoolsError):
-            return error
+                link.abort(Abort(link.token, self._attempt, wire_text(why, 1000)), self._timeout)
+
+    def _refused(self, version: int, error: ConvtoolsError) -> RefitError:
+        """The same, with the state of each sink."""
         return RefitError(
             f"version {version} was not pushed: {error.what}",
             where=error.where, expected=error.expected,
@@ -221,10 +225,9 @@ class WeightSync:
         return capped(f"{tick(link.name)} {link.state} at version {link.version}" for link in self._links)
 
     def _served(self, link: Link) -> list[bytes]:
-        return link.ask(Ask("serves"), Told, self._timeout).fingerprints
+        return link.fingerprints("serves", len(self.plan.tensors), self._timeout)
 
     def _values(self, packer: Packer) -> list[bytes]:
-        """Fingerprints of the source's tensors now."""
         for bucket in self.plan.buckets:
             packer.pack(bucket, self._ring.slot(0, bucket.nbytes))
         return packer.values()
@@ -232,15 +235,6 @@ class WeightSync:
     def _differ(self, a: list[bytes], b: list[bytes]) -> tuple[str, ...]:
         pairs = zip(self.plan.tensors, a, b, strict=True)
         return tuple(tensor.name for tensor, x, y in pairs if x != y)
-
-    def _canaries(self) -> frozenset[int]:
-        """The first tensor of each kind: names that differ in numbers only are of one kind."""
-        kinds: dict[tuple[str, ...], int] = {}
-        for i, tensor in enumerate(self.plan.tensors):
-            kind = tuple(part for part in tensor.name.split(".") if not part.isdigit())
-            if tensor.nbytes:
-                kinds.setdefault((*kind, tensor.dtype), i)
-        return frozenset(kinds.values())
 
     def _sing(
         self, version: int, canaries: frozenset[int], first: Mapping[str, list[bytes]], skipped: set[str]
@@ -255,16 +249,16 @@ class WeightSync:
                     self._stream(packer, canaries)
                     self._prepare(packer)
                     for link in self._links:
-                        found = link.ask(Ask("pending"), Told, self._timeout).fingerprints
+                        found = link.fingerprints("pending", len(self.plan.tensors), self._timeout)
                         changed = set(self._differ(first[link.name], found))
                         wanted = {self.plan.tensors[i].name for i in canaries}
                         if changed != wanted:
                             names = capped(sorted(map(tick, changed ^ wanted)))
-                            faults.append(f"{link.name}: a canary in {names} did not show, or showed elsewhere")
+                            faults.append(
+                                f"{link.name}: a canary in {names} did not show, or showed elsewhere"
+                            )
                 finally:
-                    for link in self._links:
-                        if link.is_open:
-                            link.abort(Abort(link.token, self._attempt, "self-test"), self._timeout)
+                    self._abort("self-test")
                 faults += [
                     f"{link.name}: an abort did not restore its tensors" for link in self._links
                     if self._served(link) != first[link.name]
@@ -277,7 +271,9 @@ class WeightSync:
 class _Reading:
     """The source, open for one pass."""
 
-    def __init__(self, sync: WeightSync, *, finite: bool | None = None, fingerprints: bool | None = None) -> None:
+    def __init__(
+        self, sync: WeightSync, *, finite: bool | None = None, fingerprints: bool | None = None
+    ) -> None:
         self._sync = sync
         self._finite = sync._finite if finite is None else finite
         self._fingerprints = sync._fingerprints if fingerprints is None else fingerprints

@@ -94,6 +94,10 @@ def described(name: str, tensor: Any) -> Tensor:
     """Name, dtype and shape of a torch tensor or numpy array. Raises UsageError for what is neither."""
     if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
         raise UsageError(f"{tick(name)} is no tensor", found=type(tensor).__name__)
+    if hasattr(tensor, "placements"):
+        raise UsageError(f"{tick(name)} is a DTensor", fix="give whole tensors, or the ranks' own as Shards")
+    if getattr(getattr(tensor, "device", None), "type", "cpu") == "meta":
+        raise UsageError(f"{tick(name)} holds no numbers: it is on the meta device")
     text = str(tensor.dtype).removeprefix("torch.")
     if text not in FROM_TORCH:
         raise UsageError(f"{tick(name)} is of a dtype that no store holds", found=text)

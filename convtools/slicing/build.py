@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,8 @@ from convtools.conversion.run import (
     make_files,
     write_side_files,
 )
-from convtools.errors import StorageError
+from convtools.equality.reading import Stamp, stamp, stamps
+from convtools.errors import CheckpointError, StorageError
 from convtools.manifest import MANIFEST_NAME, encode, hash_tensor
 from convtools.slicing.check import check_model
 from convtools.slicing.fetch import fetch
@@ -52,9 +53,10 @@ def slice_checkpoint(src: str, dst: str | Path, options: SliceOptions, bar: Bar 
     checked = check_model(plan, origin)
     _check_exact(origin, plan, options)
     origin = _narrowed(origin, plan)
+    files = stamps(origin.tensors)
     gc.collect()  # a large model's other tensors took more memory than it takes to write a slice
     run = _rehearse if options.dry_run else _publish
-    notes, fetched = run(origin, plan, dst, options, bar)
+    notes, fetched = run(origin, plan, dst, options, bar, files)
     return slice_report(
         origin, plan, str(dst), checked=checked, notes=notes, fetched_nbytes=fetched,
         dry_run=options.dry_run, seconds=time.monotonic() - began,
@@ -89,7 +91,13 @@ Done = tuple[tuple[str, ...], int | None]
 """(notes, bytes fetched from the Hub)."""
 
 
-def _rehearse(origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, bar: Bar | None) -> Done:
+Files = Mapping[Path, Stamp | None]
+"""The source's files as they were when it was opened."""
+
+
+def _rehearse(
+    origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, bar: Bar | None, files: Files
+) -> Done:
     _staging(dst, origin, options).check()
     try:
         check_space(dst, plan.target.nbytes)
@@ -98,7 +106,9 @@ def _rehearse(origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions,
     return (), None
 
 
-def _publish(origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, bar: Bar | None) -> Done:
+def _publish(
+    origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, bar: Bar | None, files: Files
+) -> Done:
     target, stop = plan.target, threading.Event()
     payload = sum(part.nbytes for f in target.files for part in f.parts if isinstance(part, Payload))
     with _staging(dst, origin, options) as staging:
@@ -110,6 +120,7 @@ def _publish(origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, 
         manifest = encode(slice_manifest(origin, plan, moved.hashes))
         write_side_files([*side, SideFile(MANIFEST_NAME, manifest)], staging)
         check_files(target.files, staging)
+        _check_unchanged(files)
         staging.commit(last={f.path: f.content for f in target.last if isinstance(f.content, bytes)})
         notes = [f"left as it is, for you to look at: {p}" for p in staging.left_alone]
     notes += [
@@ -118,6 +129,15 @@ def _publish(origin: Origin, plan: SlicePlan, dst: Path, options: SliceOptions, 
         if p.nonzero_rows
     ]
     return tuple(notes), moved.fetched
+
+
+def _check_unchanged(files: Files) -> None:
+    """Raise CheckpointError where a file of the source is another one now: the slice may be of two states."""
+    for path, before in files.items():
+        if stamp(path) != before:
+            raise CheckpointError(
+                "the source changed while it was sliced", where=path, fix="run again when nothing writes to it"
+            )
 
 
 def _narrowed(origin: Origin, plan: SlicePlan) -> Origin:

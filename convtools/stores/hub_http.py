@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from convtools.errors import CheckpointError, ConvtoolsError, StorageError
+from convtools.stores.hub_answers import asked_wait, origin, plain, target
 from convtools.stores.hub_errors import explain, hub_errors, library, transport_errors
-from convtools.stores.names import tick
 
 if TYPE_CHECKING:
     from convtools.stores.hub_files import Repository
@@ -30,12 +29,10 @@ _EXPIRED = (400, 401, 403, 404, 410)
 """What storage answers to a signed URL whose time is over."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MAX_REDIRECTS = 5
-_MAX_LOCATION = 1 << 15
 _PROGRESS = 1 << 20
 """So many bytes more, and earlier failures are forgiven."""
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_RATE_LIMIT = re.compile(r'"\w+"\s*;\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d{1,9})')
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,16 @@ def patiently(
             passing = status in _TRANSIENT or (status is None and isinstance(error, transport_errors()))
             if not passing or failures >= min(patience.attempts, 6):
                 raise explain(error, where, kind) from None
-            asked = None if response is None else _asked(response.headers)
+            asked = None if response is None else asked_wait(response.headers)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:  # it takes answers on trust
+            if isinstance(error, ConvtoolsError):
+                raise
+            raise kind(
+                "the Hub's answer makes no sense",
+                where=where,
+                found=f"{type(error).__name__}: {error}"[:300],
+                fix="is HF_ENDPOINT right? A proxy or mirror may answer in the Hub's place",
+            ) from None
         _wait(patience.delay(failures, asked), stop)
 
 
@@ -120,7 +126,7 @@ class Ranges:
             library_name="convtools", library_version=convtools.__version__
         )
         self._timeout = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
-        self._hubs = {_origin(hub.constants.ENDPOINT), _origin("https://huggingface.co")}
+        self._hubs = {origin(hub.constants.ENDPOINT), origin("https://huggingface.co")}
         self._signed: dict[str, str] = {}  # file -> where the Hub sent us for it
         self._etags: dict[tuple[str, str], str] = {}  # (file, host) -> what its first answer said
 
@@ -185,7 +191,7 @@ class Ranges:
         signed = self._signed.get(file)
         url = signed or hub.hf_hub_url(self._repo_id, file, revision=self._commit)
         for _ in range(_MAX_REDIRECTS):
-            mine = _origin(url) in self._hubs  # nobody else is to see the token
+            mine = origin(url) in self._hubs  # nobody else is to see the token
             headers = self._headers if mine else {"user-agent": self._headers.get("user-agent", "")}
             headers = headers | {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
             with hub.utils.get_session().stream(
@@ -194,15 +200,15 @@ class Ranges:
                 status: int = answer.status_code
                 if status in _REDIRECTS:
                     self._check_version(file, answer.headers, url, where)
-                    url = _target(url, answer.headers.get("Location", ""), where)
-                    if _origin(url) not in self._hubs:
+                    url = target(url, answer.headers.get("Location", ""), where)
+                    if origin(url) not in self._hubs:
                         self._signed[file] = url  # until it expires
                     continue
                 if status in _EXPIRED and not mine:
                     self._signed.pop(file, None)
                     raise _Again(f"storage refused the Hub's link (HTTP {status})", 0.0 if signed else None)
                 if status in _TRANSIENT:
-                    raise _Again(f"HTTP {status}", _asked(answer.headers))
+                    raise _Again(f"HTTP {status}", asked_wait(answer.headers))
                 if status not in (200, 206):
                     self._refuse(answer, file, where)
                 self._check_version(file, answer.headers, url, where)
@@ -219,10 +225,10 @@ class Ranges:
     def _check_version(self, file: str, headers: Mapping[str, str], url: str, where: str) -> None:
         """Raise CheckpointError if an answer speaks of another version of `file` than was listed or read."""
         listed = self._files[file]
-        linked = _plain(headers.get("X-Linked-Etag"))
-        etag = linked or _plain(headers.get("ETag"))
+        linked = plain(headers.get("X-Linked-Etag"))
+        etag = linked or plain(headers.get("ETag"))
         told = [("size", headers.get("X-Linked-Size"), str(listed.size))]
-        if _origin(url) in self._hubs:
+        if origin(url) in self._hubs:
             told.append(("commit", headers.get("X-Repo-Commit"), self._commit))
             if listed.etag and etag and (linked or _HASH.fullmatch(etag)):
                 told.append(("hash", etag, listed.etag))
@@ -274,45 +280,6 @@ def _wrong(where: str, start: int, expected: str, found: str) -> CheckpointError
         found=found,
         fix="run again; if it stays so, a proxy or mirror between here and the Hub is at fault",
     )
-
-
-def _target(url: str, location: str, where: str) -> str:
-    """Where a redirect leads. Raises CheckpointError where that is no address."""
-    try:
-        target = urlsplit(urljoin(url, location))
-        sound = target.scheme in ("http", "https") and bool(target.hostname) and target.port != 0
-    except ValueError:
-        sound = False
-    if not sound or not (location.isascii() and location.isprintable()) or len(location) > _MAX_LOCATION:
-        raise CheckpointError(
-            "the server redirects to what is no address",
-            where=where,
-            found=tick(location),
-            fix="a proxy or mirror between here and the Hub is at fault",
-        )
-    return urljoin(url, location)
-
-
-def _plain(etag: str | None) -> str | None:
-    return etag.removeprefix("W/").strip('"') if etag else None
-
-
-def _origin(url: str) -> tuple[str, str]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.netloc.lower()
-
-
-def _asked(headers: Mapping[str, str]) -> float | None:
-    """How many seconds the server asks to wait, if it does."""
-    if limit := _RATE_LIMIT.search(headers.get("RateLimit", "")[:1000]):
-        return float(limit[1]) + 1.0
-    text = headers.get("Retry-After", "").strip()
-    if re.fullmatch(r"\d{1,9}", text):
-        return float(text)
-    try:
-        return parsedate_to_datetime(text).timestamp() - time.time() if text else None
-    except ValueError:
-        return None
 
 
 def _wait(seconds: float, stop: threading.Event) -> None:

@@ -40,7 +40,9 @@ def versions_in(tensors: Tensors) -> set[float]:
 class Engine:
     """A receiver over a model of version 0."""
 
-    def __init__(self, mode: str = "shadow", *, flush: Callable[[], None] | None = None, slow: float = 0) -> None:
+    def __init__(
+        self, mode: str = "shadow", *, flush: Callable[[], None] | None = None, slow: float = 0
+    ) -> None:
         self.tensors = model(0)
         weights = TensorWeights(self.tensors)
         kinds: dict[str, Callable[[], Any]] = {

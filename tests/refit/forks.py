@@ -14,11 +14,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from convtools.refit.channels.local_memory import Server  # noqa: E402
-from convtools.refit.link import Link  # noqa: E402
-from convtools.refit.sinks.local import LocalSink  # noqa: E402
-from convtools.refit.sync import WeightSync  # noqa: E402
-from tests.refit.engines import Engine, model  # noqa: E402
+from convtools.refit.channels.local_memory import Server
+from convtools.refit.link import Link
+from convtools.refit.sinks.local import LocalSink
+from convtools.refit.sync import WeightSync
+from tests.refit.engines import Engine, model
 
 
 def die_at(count: int, *names: tuple[Any, str]) -> None:

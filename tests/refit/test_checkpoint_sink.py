@@ -69,25 +69,33 @@ def test_a_disk_that_is_full(dst: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_what_a_push_wrote_is_replaced(dst: Path) -> None:
     dst.mkdir()
     (dst / "precious").write_text("x")
-    with WeightSync(model(1), [CheckpointSink(dst, CONFIG, fsync=False)], bucket_bytes=4096) as sync:
-        with pytest.raises(RefitError, match="it was not written by a push"):
-            sync.push(1)
+    with (
+        WeightSync(model(1), [CheckpointSink(dst, CONFIG, fsync=False)], bucket_bytes=4096) as sync,
+        pytest.raises(RefitError, match="it was not written by a push"),
+    ):
+        sync.push(1)
     assert os.listdir(dst) == ["precious"]
     with pytest.raises(UsageError, match=r"config\.json"):
         CheckpointSink(dst, {})
 
 
 @pytest.mark.parametrize("case", [NEMOTRON, QWEN3_NEXT, LLAMA_TIED], ids=lambda c: c.name)
-def test_a_checkpoint_of_any_layout_is_pushed_as_its_hf_tensors(dst: Path, tmp_path: Path, case: Case) -> None:
+def test_a_checkpoint_of_any_layout_is_pushed_as_its_hf_tensors(
+    dst: Path, tmp_path: Path, case: Case
+) -> None:
     """Nemotron-H, zero-centred norms and a tied head, from torch_dist at TP2 PP2: equal bit for bit."""
     hf = write_hf(case, tmp_path / "hf")
     dist = write_megatron(case, hf, tmp_path / "dist", "torch_dist")
     files = {"config.json": json.dumps(case.config).encode()}
     for source in (hf, dist):
-        with WeightSync(source, [CheckpointSink(dst, files, fsync=False)], bucket_bytes=65536, finite=False) as sync:
+        with WeightSync(
+            source, [CheckpointSink(dst, files, fsync=False)], bucket_bytes=65536, finite=False
+        ) as sync:
             assert sync.push(1, force=True).nbytes > 0 and sync.verify().equal
             assert sync.push(2).version == 2
         assert compare(hf, dst).equal
-        with WeightSync(source, [CheckpointSink(dst, files, fsync=False)], bucket_bytes=65536) as sync:
-            with pytest.raises(RefitError, match="holds NaN"):
-                sync.push(3)
+        with (
+            WeightSync(source, [CheckpointSink(dst, files, fsync=False)], bucket_bytes=65536) as sync,
+            pytest.raises(RefitError, match="holds NaN"),
+        ):
+            sync.push(3)

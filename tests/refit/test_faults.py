@@ -82,7 +82,9 @@ def one_run(seed: int) -> tuple[str, str]:
     engine, source = Engine(mode, slow=0.003 if kind == "slow" else 0), model(1)
     damage: dict[str, Any] = {}
     sink = Pair(engine, damage)
-    sync = WeightSync(source, [sink], bucket_bytes=random_.choice([2048, 4096, 8192]), timeout=TIMEOUT * 2, lease=1)
+    sync = WeightSync(
+        source, [sink], bucket_bytes=random_.choice([2048, 4096, 8192]), timeout=TIMEOUT * 2, lease=1
+    )
     stop_other = threading.Event()
     try:
         with engine.being_read():
@@ -90,7 +92,9 @@ def one_run(seed: int) -> tuple[str, str]:
             refill(source, 2)
             frames = len(sync.plan.buckets) + 4
             if kind in FAULTS:
-                sync._links[0].drop()  # so that the new connection is the one that is damaged, from its Agree on
+                sync._links[
+                    0
+                ].drop()  # so that the new connection is the one that is damaged, from its Agree on
                 damage |= {"fault": kind, "at": random_.randrange(frames), "seed": random_.getrandbits(30)}
                 damage["end"] = random_.choice(["trainer", "engine"])
             elif kind == "bucket":

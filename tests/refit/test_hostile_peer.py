@@ -29,7 +29,7 @@ FAST = 0.3
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[tuple[Engine, Path]]:
-    """An engine that listens; whatever a test does to it, it must serve a push afterwards, and leak nothing."""
+    """An engine that listens; whatever a test does, it serves a push afterwards, and nothing leaks."""
     before = set(os.listdir("/proc/self/fd"))
     made, where = Engine(), tmp_path / "e"
     with Server(made.receiver, where, frame_timeout=FAST):
@@ -71,7 +71,9 @@ def memfd(size: int, seals: int) -> int:
     return fd
 
 
-@pytest.mark.parametrize("missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, F_SEAL_FUTURE_WRITE, fcntl.F_SEAL_SEAL])
+@pytest.mark.parametrize(
+    "missing", [fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, F_SEAL_FUTURE_WRITE, fcntl.F_SEAL_SEAL]
+)
 def test_memory_that_is_not_sealed(engine: tuple[Engine, Path], missing: int) -> None:
     fd = memfd(8192, SEALS & ~missing)
     answer = passing(engine[1], fd)
@@ -147,7 +149,12 @@ def test_another_key(engine: tuple[Engine, Path], monkeypatch: pytest.MonkeyPatc
 
 def test_an_engine_without_the_key_is_not_believed() -> None:
     a, b = socket.socketpair()
-    thread = threading.Thread(target=lambda: pytest.raises(PeerError, accept_peer, a, b"k" * 32, 1))
+
+    def accept() -> None:
+        with pytest.raises(PeerError):
+            accept_peer(a, b"k" * 32, 1)
+
+    thread = threading.Thread(target=accept)
     thread.start()
     with pytest.raises(PeerError):
         dial_peer(b, b"q" * 32, 1)

@@ -44,10 +44,11 @@ def test_regions_are_the_runs_they_say() -> None:
 
 def test_the_digest_tells_plans_apart() -> None:
     one = [Tensor("a", "F32", (4, 2)), Tensor("b", "F32", (2,))]
-    others = [
-        make_plan(one, 512), make_plan(one[::-1], 1024), make_plan([Tensor("a", "F32", (2, 4)), one[1]], 1024),
-        make_plan([Tensor("a", "I32", (4, 2)), one[1]], 1024), make_plan([Tensor("c", "F32", (4, 2)), one[1]], 1024),
-    ]  # fmt: skip
+    two = [Tensor("b", "F32", (2,))]
+    others = [make_plan(one, 512), make_plan(one[::-1], 1024)] + [
+        make_plan([other, *two], 1024)
+        for other in (Tensor("a", "F32", (2, 4)), Tensor("a", "I32", (4, 2)), Tensor("c", "F32", (4, 2)))
+    ]
     assert len({p.digest for p in others} | {make_plan(one, 1024).digest}) == 6
 
 
@@ -85,7 +86,7 @@ def test_coverage_names_what_is_missing_and_what_came_twice() -> None:
     with pytest.raises(RefitError, match=r"`a` \(8 of 10 bytes\), `b` \(0 of 4 bytes\)"):
         coverage.check_whole()
     for start, end in ((3, 5), (5, 7), (0, 10), (6, 7), (4, 4), (9, 11), (-1, 0)):
-        with pytest.raises(RefitError, match="given twice|outside"):
+        with pytest.raises(RefitError, match=r"given twice|outside"):
             coverage.add(0, start, end)
     coverage.add(0, 4, 6)
     coverage.add(1, 0, 4)

@@ -55,25 +55,29 @@ def settle(engine: Engine) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trainer_killed_at_every_question(mode: str, tmp_path: Path) -> None:
     engine, source = Engine(mode), model(1)
-    with Server(engine.receiver, tmp_path / "e"), forks("trainer", tmp_path / "e") as trainers:
-        with WeightSync(source, [LocalSink(tmp_path / "e")], bucket_bytes=4096, timeout=5) as sync, engine.being_read():
-            questions = len(sync.plan.buckets) + 3  # Open, buckets, Prepare, Commit
-            for at in range(questions + 1):
-                base = 10 * at + 1
-                refill(source, base)
-                sync.push(base, force=True)
-                trainers.start(at, base + 1)
-                settle(engine)
-                wrote = 1 < at < questions
-                if at == questions:
-                    assert engine.look() == base + 1
-                elif mode == "quarantine" and wrote:
-                    assert (engine.receiver.state, engine.receiver.version) == ("poisoned", base)
-                    assert engine.look() is None
-                else:
-                    assert (engine.receiver.state, engine.look()) == ("clean", base)
-            refill(source, 1000)
-            assert sync.push(1000, force=True).version == 1000 and engine.look() == 1000
+    with (
+        Server(engine.receiver, tmp_path / "e"),
+        forks("trainer", tmp_path / "e") as trainers,
+        WeightSync(source, [LocalSink(tmp_path / "e")], bucket_bytes=4096, timeout=5) as sync,
+        engine.being_read(),
+    ):
+        questions = len(sync.plan.buckets) + 3  # Open, buckets, Prepare, Commit
+        for at in range(questions + 1):
+            base = 10 * at + 1
+            refill(source, base)
+            sync.push(base, force=True)
+            trainers.start(at, base + 1)
+            settle(engine)
+            wrote = 1 < at < questions
+            if at == questions:
+                assert engine.look() == base + 1
+            elif mode == "quarantine" and wrote:
+                assert (engine.receiver.state, engine.receiver.version) == ("poisoned", base)
+                assert engine.look() is None
+            else:
+                assert (engine.receiver.state, engine.look()) == ("clean", base)
+        refill(source, 1000)
+        assert sync.push(1000, force=True).version == 1000 and engine.look() == 1000
     assert engine.mixes == []
 
 

@@ -6,11 +6,24 @@ from hypothesis import given, strategies as st
 
 from convtools.refit.errors import FrameError
 from convtools.refit.protocol import (
-    HEADER_NBYTES, MAX_FRAME, Ask, Bucket, Commit, Framing, Open, PartRow, Told, decode_answer,
-    decode_question, encode,
+    HEADER_NBYTES,
+    MAX_FRAME,
+    Ask,
+    Bucket,
+    Commit,
+    Framing,
+    Open,
+    PartRow,
+    Told,
+    decode_answer,
+    decode_question,
+    encode,
 )  # fmt: skip
 
 A = b"a" * 16
+OPEN = {
+    "type": "Open", "base": 1, "version": 1, "digest": b"d" * 32, "token": 1, "attempt": A, "lease": 1.0,
+}  # fmt: skip
 
 
 def test_messages_come_back_as_they_went() -> None:
@@ -34,9 +47,8 @@ def test_messages_come_back_as_they_went() -> None:
         {"type": "Told", "state": "clean", "version": 1, "token": 1},
         {"type": "Exec"},
         {"type": "Ask", "fingerprints": "all"},
-        {"type": "Open", "base": -1, "version": 1, "digest": b"d" * 32, "token": 1, "attempt": A, "lease": 1.0},
-        {"type": "Open", "base": 1, "version": 1, "digest": b"d" * 32, "token": 1, "attempt": A, "lease": float("nan")},
-        {"type": "Open", "base": 1, "version": 1 << 63, "digest": b"d" * 32, "token": 1, "attempt": A, "lease": 1.0},
+        OPEN | {"base": -1}, OPEN | {"lease": float("nan")}, OPEN | {"version": 1 << 63},
+        OPEN | {"lease": 0.0},
         [], 7, None,
     ],
 )  # fmt: skip

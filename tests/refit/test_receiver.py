@@ -11,14 +11,33 @@ from convtools.refit.bucket import Ring, checksum
 from convtools.refit.errors import NotServing, RefitError
 from convtools.refit.plan import RefitPlan, Tensor, make_plan
 from convtools.refit.protocol import (
-    Abort, Aborted, Agree, Agreed, Ask, Bucket, Commit, Committed, Consumed, Open, Opened, PartRow, Prepare,
-    Prepared, Refused, TensorRow, Told,
+    Abort,
+    Aborted,
+    Agree,
+    Agreed,
+    Ask,
+    Bucket,
+    Commit,
+    Committed,
+    Consumed,
+    Open,
+    Opened,
+    PartRow,
+    Prepare,
+    Prepared,
+    Refused,
+    TensorRow,
+    Told,
 )  # fmt: skip
 from convtools.refit.receiver import Receiver
 from convtools.refit.weights import SwappedWeights, TensorWeights, described
 from tests.refit.engines import MODES, Engine, model, versions_in
 
 ME, OTHER = object(), object()
+
+
+def with_head(rows: list[TensorRow], dtype: str, shape: tuple[int, ...]) -> list[TensorRow]:
+    return [TensorRow("head", dtype, shape) if r.name == "head" else r for r in rows]
 
 
 class Trainer:
@@ -54,7 +73,8 @@ class Trainer:
             flat = self.sent[self.plan.tensors[p.tensor].name].reshape(-1).view("u1")
             data[p.offset : p.offset + p.nbytes] = flat[p.start : p.start + p.nbytes].tobytes()
         given = {
-            "token": self.token, "attempt": self.attempt, "index": which, "slot": slot, "nbytes": bucket.nbytes,
+            "token": self.token, "attempt": self.attempt, "index": which, "slot": slot,
+            "nbytes": bucket.nbytes,
             "checksum": checksum(data),
             "parts": [PartRow(p.tensor, p.start, p.nbytes, p.offset) for p in bucket.parts],
         }  # fmt: skip
@@ -182,7 +202,7 @@ def test_open_is_refused(wrong: dict[str, Any], reason: str | None) -> None:
 
 
 def test_a_version_is_lowered_by_force_only() -> None:
-    engine, trainer = begun()
+    _, trainer = begun()
     trainer.buckets()
     trainer.prepare()
     trainer.commit()
@@ -255,7 +275,10 @@ def test_prepare_compares_fingerprints_and_commit_needs_it() -> None:
     engine, trainer = begun()
     trainer.buckets()
     assert "Commit before Prepare" in trainer.commit().reason
-    for wrong, reason in (([bytes(16)] * 7, "not as they were sent"), ([], "not a fingerprint for every tensor")):
+    for wrong, reason in (
+        ([bytes(16)] * 7, "not as they were sent"),
+        ([], "not a fingerprint for every tensor"),
+    ):
         engine = Engine()
         trainer = Trainer(engine)
         trainer.agree()
@@ -274,8 +297,8 @@ def test_prepare_compares_fingerprints_and_commit_needs_it() -> None:
     [
         (lambda rows: rows[:-1], "missing: `head`"),
         (lambda rows: [*rows, TensorRow("more", "F32", (1,))], "unknown: `more`"),
-        (lambda rows: [TensorRow("head", "I2", (97, 3)) if r.name == "head" else r for r in rows], "`head` is I16"),
-        (lambda rows: [TensorRow("head", "I16", (3, 97)) if r.name == "head" else r for r in rows], "`head` is I16"),
+        (lambda rows: with_head(rows, "I2", (97, 3)), "`head` is I16"),
+        (lambda rows: with_head(rows, "I16", (3, 97)), "`head` is I16"),
         (lambda rows: [TensorRow("x", "U8", (1 << 62,) * 16)], "unknown: `x`"),
     ],
 )  # fmt: skip

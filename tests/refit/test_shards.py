@@ -51,7 +51,9 @@ def test_ranks_push_what_they_hold(case: Case, tmp_path: Path) -> None:
             held[other][name][0, 0] = 0.75  # the trainer's next step, in place, in every replica
         before = {n: t.clone() for n, t in engine.items()}
         sync.push(2)
-        changed = {n for n, t in engine.items() if not torch.equal(t.view(torch.int16), before[n].view(torch.int16))}
+        changed = {
+            n for n, t in engine.items() if not torch.equal(t.view(torch.int16), before[n].view(torch.int16))
+        }
         assert len(changed) == 1 and next(iter(changed)).endswith("o_proj.weight")
 
 
@@ -63,7 +65,9 @@ def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
     receiver = Receiver(ShadowApplier(TensorWeights(engine)))
     held[Rank(1, 0, 1, 1)]["decoder.layers.0.mlp.router.weight"][2, 3] += 1
     shards = Shards(held, layout, QWEN3_MOE.config)
-    with WeightSync(shards, [DirectSink(receiver)], bucket_bytes=32768, finite=False) as sync:
-        with pytest.raises(RefitError, match=r"different copies of one tensor\n.*router\.weight"):
-            sync.push(1)
+    with (
+        WeightSync(shards, [DirectSink(receiver)], bucket_bytes=32768, finite=False) as sync,
+        pytest.raises(RefitError, match=r"different copies of one tensor\n.*router\.weight"),
+    ):
+        sync.push(1)
     assert receiver.version == 0

@@ -1,4 +1,4 @@
-"""`WeightSync` over real channels: what was pushed is what is served, and what must not be is refused by name."""
+"""`WeightSync` over real channels: what was pushed is served, and what must not be is refused by name."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from convtools.errors import UsageError
+from convtools.refit.channels.local_memory import Server
 from convtools.refit.errors import RefitError
 from convtools.refit.sinks.base import DirectSink
 from convtools.refit.sinks.local import LocalSink
-from convtools.refit.channels.local_memory import Server
 from convtools.refit.sync import WeightSync
 from tests.refit.engines import MODES, Engine, model, refill
 
@@ -19,7 +19,10 @@ def test_one_push_to_engines_of_every_kind(tmp_path: Path) -> None:
     engines = [Engine(mode) for mode in MODES]
     source = model(3)
     with Server(engines[0].receiver, tmp_path / "e"):
-        sinks = [LocalSink(tmp_path / "e", "shadow"), *(DirectSink(e.receiver, e.applier.mode) for e in engines[1:])]
+        sinks = [
+            LocalSink(tmp_path / "e", "shadow"),
+            *(DirectSink(e.receiver, e.applier.mode) for e in engines[1:]),
+        ]
         with WeightSync(source, sinks, bucket_bytes=4096) as sync:
             for version in (3, 4, 9):
                 refill(source, version)
@@ -104,12 +107,33 @@ def test_bf16_and_fp8_and_strided_tensors_of_torch() -> None:
     with WeightSync(source, [DirectSink(receiver)], bucket_bytes=1024) as sync:
         sync.push(1)
         for name, tensor in source.items():
-            assert torch.equal(tensor.contiguous().view(torch.uint8), into[name].view(torch.uint8)) if tensor.dim() else tensor == into[name]
+            assert (
+                torch.equal(tensor.contiguous().view(torch.uint8), into[name].view(torch.uint8))
+                if tensor.dim()
+                else tensor == into[name]
+            )
         source["bf16"][64, 2] = float("nan")
         with pytest.raises(RefitError, match="`bf16` holds NaN"):
             sync.push(2)
         with pytest.raises(UsageError, match="no contiguous writable memory"):
             TensorWeights({"spread": source["spread"]})
+
+
+def test_tensors_that_hold_no_bytes_here() -> None:
+    import torch
+
+    class Sharded(torch.Tensor):
+        placements = ()
+
+    engine = DirectSink(Engine().receiver)
+    for tensor, message in (
+        (torch.zeros(3, device="meta"), "meta device"),
+        (torch.zeros(3).as_subclass(Sharded), "is a DTensor"),
+        ([1.0], "is no tensor"),
+        (np.zeros(3, "O"), "no store holds"),
+    ):
+        with pytest.raises(UsageError, match=f"`w` .*{message}"):
+            WeightSync({"w": tensor}, [engine])
 
 
 def test_a_module_and_tied_weights() -> None:
@@ -128,14 +152,18 @@ def test_a_module_and_tied_weights() -> None:
 
     net, other = Net(), Net()
     engine = Receiver(ShadowApplier(TensorWeights(dict(other.state_dict()))))
-    with WeightSync(net, [DirectSink(engine)], bucket_bytes=4096, tied={"head.weight": "embed.weight"}) as sync:
+    with WeightSync(
+        net, [DirectSink(engine)], bucket_bytes=4096, tied={"head.weight": "embed.weight"}
+    ) as sync:
         assert sync.push(1).tensors == 1
         assert torch.equal(net.embed.weight, other.head.weight)
         net.head.weight = torch.nn.Parameter(net.embed.weight.detach().clone())
         assert sync.push(2).version == 2
         with torch.no_grad():
             net.head.weight[0, 0] += 1
-        with pytest.raises(RefitError, match=r"tied weights have diverged\n.*`head.weight` and `embed.weight`"):
+        with pytest.raises(
+            RefitError, match=r"tied weights have diverged\n.*`head.weight` and `embed.weight`"
+        ):
             sync.push(3)
         assert engine.version == 2
 
@@ -162,7 +190,9 @@ def test_a_pending_gather_is_waited_for_by_the_trainer() -> None:
         if pending[0]:
             raise RefitError("parameters are still being gathered")
 
-    with WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=4096, before_read=before_read) as sync:
+    with WeightSync(
+        model(1), [DirectSink(engine.receiver)], bucket_bytes=4096, before_read=before_read
+    ) as sync:
         with pytest.raises(RefitError, match="still being gathered"):
             sync.push(1)
         pending[0] = False
@@ -172,7 +202,9 @@ def test_a_pending_gather_is_waited_for_by_the_trainer() -> None:
 def test_one_refusal_aborts_everywhere() -> None:
     engines = [Engine("shadow"), Engine("undo"), Engine("quarantine")]
     source = model(1)
-    with WeightSync(source, [DirectSink(e.receiver, str(i)) for i, e in enumerate(engines)], bucket_bytes=4096) as sync:
+    with WeightSync(
+        source, [DirectSink(e.receiver, str(i)) for i, e in enumerate(engines)], bucket_bytes=4096
+    ) as sync:
         sync.push(1)
         write = engines[1].applier.write
         engines[1].applier.write = lambda *a: (_ for _ in ()).throw(OSError(5, "Input/output error"))
@@ -212,6 +244,8 @@ def test_what_is_asked_wrongly() -> None:
         for version in (-1, 1.0, True, 1 << 62):
             with pytest.raises(UsageError, match="a step of the trainer"):
                 sync.push(version)
-    with WeightSync({"other": np.zeros(3)}, [DirectSink(engine.receiver)], bucket_bytes=4096) as sync:
-        with pytest.raises(RefitError, match="the engine has other tensors"):
-            sync.push(1)
+    with (
+        WeightSync({"other": np.zeros(3)}, [DirectSink(engine.receiver)], bucket_bytes=4096) as sync,
+        pytest.raises(RefitError, match="the engine has other tensors"),
+    ):
+        sync.push(1)

@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -155,7 +156,7 @@ class Server:
                 time.sleep(_TICK)  # no descriptors left, say: it may pass
                 continue
             if len(self._threads) >= MAX_CONNECTIONS:
-                with sock:
+                with sock, suppress(OSError):
                     sock.setblocking(False)
                     sock.send(b"busy")
                 continue

@@ -36,7 +36,12 @@ class CheckpointApplier:
     mode = "shadow"
 
     def __init__(
-        self, dst: Path, files: Mapping[str, bytes], *, max_shard_size: int = 5_000_000_000, fsync: bool = True
+        self,
+        dst: Path,
+        files: Mapping[str, bytes],
+        *,
+        max_shard_size: int = 5_000_000_000,
+        fsync: bool = True,
     ) -> None:
         """`files`: config.json and what else belongs beside the weights, by name. Raises UsageError."""
         if "config.json" not in files:
@@ -51,7 +56,7 @@ class CheckpointApplier:
 
     def accept(self, tensors: Sequence[Tensor]) -> None:
         """Whatever can be written: a directory has no tensors of its own."""
-        plan_hf([tuple(t) for t in tensors], self._max)
+        plan_hf([(t.name, t.dtype, t.shape) for t in tensors], self._max)
 
     def undo_bytes(self) -> int:
         """No memory: the copy is on disk."""
@@ -63,7 +68,7 @@ class CheckpointApplier:
 
     def begin(self, plan: RefitPlan) -> None:
         """Make the files, with headers and holes. Raises StorageError, also where there is no room."""
-        self._layout = plan_hf([tuple(t) for t in plan.tensors], self._max)
+        self._layout = plan_hf([(t.name, t.dtype, t.shape) for t in plan.tensors], self._max)
         self._digest = plan.digest.hex()
         check_space(self._dst, sum(f.nbytes for f in self._layout.files))
         staging = Staging(self._dst, overwrite=True, replaceable=_refusal, fsync=self._fsync)
