@@ -7,6 +7,8 @@ from convtools.errors import printable
 
 MOST_LAYERS, MOST_TENSORS = 40, 30
 """Lines of either table; what is left out is counted."""
+_EXAMPLES = 3
+"""Tensors that are listed of two models that are not one: nothing hangs on which."""
 
 
 def print_comparison(found: Comparison) -> None:
@@ -16,9 +18,13 @@ def print_comparison(found: Comparison) -> None:
 
     console = Console()
     bad = [r for r in found.tensors if r.verdict not in (IDENTICAL, CLOSE, SKIPPED)]
-    if bad:
+    if found.models:
+        console.print(Text(_line(found.models), style="bold red"), soft_wrap=True)
+    if found.models and 2 * len(bad) > len(found.tensors):
+        _tensors(console, bad, _EXAMPLES)
+    elif bad:
         _layers(console, found, bad)
-        _tensors(console, bad)
+        _tensors(console, bad, MOST_TENSORS)
     for line in (
         f"A  {found.a} ({found.a_format})",
         f"B  {found.b} ({found.b_format})",
@@ -58,18 +64,18 @@ def _layers(console: object, found: Comparison, bad: list[TensorResult]) -> None
     console.print()
 
 
-def _tensors(console: object, bad: list[TensorResult]) -> None:
+def _tensors(console: object, bad: list[TensorResult], most: int) -> None:
     """Each with its numbers and the likely cause."""
     from rich.console import Console
     from rich.text import Text
 
     assert isinstance(console, Console)
-    for r in bad[:MOST_TENSORS]:
+    for r in bad[:most]:
         console.print(Text(_line(f"{r.name}: {told(r)}")), soft_wrap=True)
         if r.cause:
             console.print(Text(_line(f"    {r.cause}"), style="italic"), soft_wrap=True)
-    if len(bad) > MOST_TENSORS:
-        console.print(f"... and {len(bad) - MOST_TENSORS} more")
+    if len(bad) > most:
+        console.print(f"... and {len(bad) - most} more")
     console.print()
 
 

@@ -45,16 +45,18 @@ def command(
 
     Exits with 0 where the manifest was written, and with 2 where anything failed.
     """
-    from convtools.errors import ConvtoolsError
+    from convtools.errors import ConvtoolsError, UsageError
 
     chosen = int(iteration) if iteration and iteration.isdecimal() and len(iteration) < 20 else iteration
     try:
+        if workers < 1:
+            raise UsageError(f"--workers {workers} is no number of threads", expected="at least 1")
         _check_output(output, overwrite)
         lines = _write(path, output, xxh3, chosen, hf_config, workers, as_json)
     except (ConvtoolsError, OSError) as error:
         complain(f"error: {error}")
         sys.exit(2)
-    finish(0, lambda: [click.echo(line) for line in lines])
+    finish(0, lambda: click.echo("\n".join(lines)))
 
 
 def _write(
@@ -70,13 +72,11 @@ def _write(
     from convtools.disk import writing
     from convtools.equality.fingerprint import ALGORITHM, path_used
     from convtools.equality.fingerprint_store import fingerprint
-    from convtools.errors import UsageError, printable
+    from convtools.errors import printable
     from convtools.layout.region import Region
     from convtools.manifest import encode
     from convtools.stores.base import DTYPE_NBYTES
 
-    if workers < 1:
-        raise UsageError(f"--workers {workers} is no number of threads", expected="at least 1")
     began = time.monotonic()
     manifest = fingerprint(
         path, xxh3=xxh3, iteration=iteration, hf_config=hf_config, workers=workers,

@@ -78,6 +78,7 @@ def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison
     vacuous = [*one_memory(lanes, pairs), *read_first(left, right)]
     order = {name: i for i, name in enumerate(dict.fromkeys((*of_a.shapes, *of_b.shapes)))}
     listed = tuple(sorted(results.values(), key=lambda r: order.get(r.name, len(order))))
+    models = two_models(left, right)
     equal, verdict = conclude(
         listed,
         options,
@@ -85,11 +86,12 @@ def compare(a: Any, b: Any, options: CompareOptions | None = None) -> Comparison
         changed=changed,
         vacuous=vacuous,
         reasons=reasons,
-        models=two_models(left, right),
+        models=models,
     )
     return Comparison(
         left.name, right.name, left.format, right.format, options.mode, listed, equal, verdict,
         sum(r.elements for r in listed), time.monotonic() - began, notes,
+        None if equal else models,
     )  # fmt: skip
 
 

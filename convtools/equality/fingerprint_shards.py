@@ -9,7 +9,7 @@ from typing import Any
 
 from convtools.codecs.cast import cast
 from convtools.equality.fingerprint import Fingerprint, combine, hexdigest
-from convtools.equality.live import LiveBytes
+from convtools.equality.live import LiveBytes, dtype_of
 from convtools.errors import AccountingError, UsageError, capped
 from convtools.families.blocks.embedding import padded_vocab_size
 from convtools.families.rank_tensors import EMBEDDING, OUTPUT, Held, Placement
@@ -106,6 +106,7 @@ class _Local:
 
     def __init__(self, held: Held, tensor: Any, path: str | None) -> None:
         self._tensor, self._path = tensor, path
+        dtype_of(held.param.name, tensor)  # refuses what has no bytes, such as a meta tensor
         self._on_device = hasattr(tensor, "is_cuda") and tensor.device.type != "cpu" and not held.param.shift
         if self._on_device:
             return

@@ -45,7 +45,7 @@ class LiveBytes:
 
     def store(self, name: str, tensor: Any) -> StoredTensor:
         """A live tensor as the stores' readers see it. Raises UsageError for what is none."""
-        dtype, shape = _dtype(name, tensor), tuple(int(n) for n in tensor.shape)
+        dtype, shape = dtype_of(name, tensor), tuple(int(n) for n in tensor.shape)
         path = Path(f"{MEMORY}{len(self.memory)}")
         self.memory[path] = lambda: _bytes(tensor)
         if span := _span(tensor, prod(shape) * DTYPE_NBYTES[dtype]):
@@ -53,7 +53,8 @@ class LiveBytes:
         return StoredTensor(name, dtype, shape, (Blob(path, 0, Region.whole(shape)),))
 
 
-def _dtype(name: str, tensor: Any) -> str:
+def dtype_of(name: str, tensor: Any) -> str:
+    """The dtype of a live tensor, as the stores spell it. Raises UsageError for what has no plain bytes."""
     if not isinstance(name, str):
         raise UsageError(f"{tick(name)} is no name of a tensor", found=type(name).__name__)
     if getattr(tensor, "is_nested", False):  # not even its shape can be asked for
@@ -190,4 +191,4 @@ def _padding(key: str, held: Held) -> list[Padding]:
     return [Padding(key, Region((first, 0), (rows - first, *held.shape[1:])))] if first < rows else []
 
 
-__all__ = ["LiveBytes", "Shards", "named_tensors", "shards_source"]
+__all__ = ["LiveBytes", "Shards", "dtype_of", "named_tensors", "shards_source"]

@@ -106,6 +106,8 @@ class Comparison:
     """Wall clock of the comparison."""
     notes: tuple[str, ...] = ()
     """What the reader must know beside the verdict."""
+    models: str | None = None
+    """That the two are no one architecture, where both say which they are and it is not the same."""
 
     @property
     def exit_code(self) -> int:
@@ -152,6 +154,7 @@ class Comparison:
             "mode": self.mode,
             "equal": self.equal,
             "verdict": self.verdict,
+            "models": self.models,
             "compared": self.compared,
             "elements": self.elements,
             "seconds": self.seconds,

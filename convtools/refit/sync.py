@@ -20,8 +20,7 @@ from convtools.refit.report import CheckReport, PushReport, SinkReport, VerifyRe
 from convtools.refit.sinks.base import Sink
 from convtools.refit.source import open_push_source
 
-BUCKET_BYTES = 8 << 20
-"""What is written by one side is still in the cache when the other reads it; larger ones are slower."""
+BUCKET_BYTES = 8 << 20  # what one side wrote is still in the cache when the other reads it
 
 
 class WeightSync:

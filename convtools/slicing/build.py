@@ -136,7 +136,9 @@ def _check_unchanged(files: Files) -> None:
     for path, before in files.items():
         if stamp(path) != before:
             raise CheckpointError(
-                "the source changed while it was sliced", where=path, fix="run again when nothing writes to it"
+                "the source changed while it was sliced",
+                where=path,
+                fix="run again when nothing writes to it",
             )
 
 

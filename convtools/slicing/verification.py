@@ -23,6 +23,7 @@ from convtools.manifest import (
     hash_tensor,
     read_manifest,
 )
+from convtools.slicing.check import model_faults
 from convtools.slicing.layers import Unclear, find_layers, layer_count, text_part
 from convtools.slicing.origin import Origin, open_origin
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
@@ -84,6 +85,9 @@ def verify_slice(path: str | Path, source: str | None = None, *, workers: int = 
     manifest = read_manifest(root / MANIFEST_NAME)
     store = open_hf(root)
     faults = [*_config(manifest, store), *_listed(manifest, store.tensors), *_beside(store)]
+    if not any(fault.tensor == CONFIG for fault in faults):
+        known = {fault.tensor for fault in faults}
+        faults += [Fault(*found) for found in model_faults(store) if found[0] not in known]
     bad = {fault.tensor for fault in faults}
     good = {n: t for n, t in store.tensors.items() if n not in bad}
     faults += _in_parallel(lambda item: _hashed(item[1], manifest.tensors[item[0]]), good.items(), workers)

@@ -9,7 +9,6 @@ A connection that breaks goes on at the byte where it broke. An answer that is n
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -95,8 +94,6 @@ def patiently(
                 raise explain(error, where, kind) from None
             asked = None if response is None else asked_wait(response.headers)
         except (TypeError, KeyError, ValueError, AttributeError) as error:  # it takes answers on trust
-            if isinstance(error, ConvtoolsError):
-                raise
             raise kind(
                 "the Hub's answer makes no sense",
                 where=where,

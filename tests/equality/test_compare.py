@@ -255,7 +255,8 @@ class TestModes:
         for options in (CompareOptions(ulp=1), CompareOptions(atol=0.01), CompareOptions(rtol=0.01)):
             close = compare(a, b, options)
             assert close.equal is True and close.tensors[0].verdict == CLOSE
-            far = "at most 1 ulp, in `w`" if options.ulp else "at most 0.00781, in `w`; relative at most 0.00775"
+            values = "at most 0.00781, in `w`; relative at most 0.00775"
+            far = "at most 1 ulp, in `w`" if options.ulp else values
             said = f"equal within {options.mode}: 1 tensor, 100 elements; 1 tensor not the same bytes ({far})"
             assert close.verdict == said
             assert close.tensors[0].max_ulp == 1 and close.tensors[0].different == 0

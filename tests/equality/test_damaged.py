@@ -19,7 +19,7 @@ from convtools import CompareOptions, compare
 from convtools.equality import screening
 from convtools.equality.canonical import open_side
 from convtools.equality.verdict import DIFFERS, UNREADABLE
-from convtools.errors import CheckpointError, ConvtoolsError
+from convtools.errors import CheckpointError, ConvtoolsError, UsageError
 from tests.commands import ROOT, run
 from tests.convert.small import write_safetensors, write_small_hf
 from tests.equality.equal_pairs import QWEN3_MOE, array, put, write_hf, write_megatron
@@ -213,5 +213,5 @@ def test_a_name_that_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
     (root / "config.json").write_text("{}")
     write_safetensors(root / "model.safetensors", {"w": ("F32", (2,), np.zeros(2, "f4").tobytes())})
     assert compare(root, root).equal is True
-    with pytest.raises(CheckpointError):
+    with pytest.raises(UsageError, match="give its folder"):
         compare(root / "config.json", root)

@@ -263,3 +263,13 @@ def test_exit_codes(whole: Path, src: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="is not a directory"):
         verify_slice(path)
+
+
+def test_a_tensor_that_slice_and_manifest_both_lack_is_missed(whole: Path) -> None:
+    """Only the config knows of it then."""
+    name = "backbone.layers.0.norm.weight"
+    rewritten(whole, lambda content: content.pop(name))
+    said = manifest(whole)
+    del said["tensors"][name]
+    (whole / MANIFEST_NAME).write_text(json.dumps(said))
+    assert faults(verify_slice(whole)) == {name: "missing: the config asks for it"}

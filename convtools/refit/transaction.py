@@ -1,0 +1,128 @@
+"""An attempt while it is open: what has come, whether it was as it must be, and whether it is all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from convtools.equality.fingerprint import Fingerprint
+from convtools.errors import capped, tick
+from convtools.refit.applier import Applier
+from convtools.refit.bucket import checksum
+from convtools.refit.coverage import Coverage
+from convtools.refit.errors import RefitError
+from convtools.refit.plan import RefitPlan
+from convtools.refit.protocol import FINGERPRINT_NBYTES, Bucket, PartRow
+from convtools.stores.base import DTYPE_NBYTES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_STEP = 1 << 19  # bytes copied, then fingerprinted while they are still in the cache
+
+
+@dataclass
+class Transaction:
+    """What is known of an attempt."""
+
+    token: int
+    attempt: bytes
+    owner: object
+    version: int
+    plan: RefitPlan
+    lease: float
+    deadline: float
+    before: str
+    """The state to which an abort that restores everything returns."""
+    coverage: Coverage
+    seen: set[int] = field(default_factory=set)
+    values: dict[int, Fingerprint] = field(default_factory=dict)
+    fingerprints: bool = True
+    prepared: bool = False
+
+    def consume(self, bucket: Bucket, data: memoryview, applier: Applier, aliases: Mapping[str, str]) -> None:
+        """Check a bucket, then apply it. Raises RefitError, before the first byte is written, for a lie."""
+        import numpy as np
+
+        if bucket.index in self.seen or bucket.index >= len(self.plan.buckets):
+            raise RefitError(f"bucket {bucket.index} is out of turn")
+        for part in bucket.parts:
+            _check_part(self.plan, part, bucket.nbytes)
+        _check_apart(bucket.parts)
+        if checksum(data) != bucket.checksum:
+            raise RefitError(f"bucket {bucket.index} was altered on its way")
+        for part in bucket.parts:
+            self.coverage.add(part.tensor, part.start, part.start + part.nbytes)
+        self.seen.add(bucket.index)
+        array = np.frombuffer(data, "u1")
+        for part in bucket.parts:
+            self._write(part, array[part.offset : part.offset + part.nbytes], applier, aliases)
+
+    def _write(
+        self, part: PartRow, data: "np.ndarray[Any, Any]", applier: Applier, aliases: Mapping[str, str]
+    ) -> None:
+        tensor, value = self.plan.tensors[part.tensor], None
+        if self.fingerprints or tensor.name in _tied(aliases):
+            value = self.values.setdefault(part.tensor, Fingerprint())
+        step = _STEP if value is not None else part.nbytes
+        for at in range(0, part.nbytes, step):
+            lies = applier.write(tensor, part.start + at, data[at : at + step])
+            if value is not None:  # of the bytes where they lie now, not of those in the bucket
+                value.add(part.start + at, lies.data)
+
+    def check_whole(self, fingerprints: list[bytes], aliases: Mapping[str, str]) -> None:
+        """Raises RefitError unless every element has come once, as it was sent, and ties hold."""
+        self.coverage.check_whole()
+        tensors = self.plan.tensors
+        if self.fingerprints:
+            if len(fingerprints) != len(tensors):
+                raise RefitError("not a fingerprint for every tensor", found=len(fingerprints))
+            pairs = enumerate(zip(tensors, fingerprints, strict=True))
+            differ = [tick(t.name) for i, (t, sent) in pairs if packed(self.values.get(i)) != sent]
+            if differ:
+                raise RefitError("tensors are not as they were sent", found=capped(differ))
+        tied = _tied(aliases)
+        values: dict[str, bytes] = {}
+        for i, tensor in enumerate(tensors):
+            if tensor.name in tied:
+                own, value = aliases.get(tensor.name, tensor.name), packed(self.values.get(i))
+                if values.setdefault(own, value) != value:
+                    raise RefitError(
+                        f"{tick(tensor.name)} and {tick(own)} are one tensor here, and differ there"
+                    )
+
+
+def _tied(aliases: Mapping[str, str]) -> frozenset[str]:
+    """Names that share their memory with another."""
+    return frozenset((*aliases, *aliases.values())) if aliases else frozenset()
+
+
+def packed(value: Fingerprint | None) -> bytes:
+    """A fingerprint on the wire."""
+    return (value.value if value else 0).to_bytes(FINGERPRINT_NBYTES, "little")
+
+
+def _check_part(plan: RefitPlan, part: PartRow, nbytes: int) -> None:
+    """Raises RefitError unless the part lies in a tensor of the plan and in its bucket."""
+    if part.tensor >= len(plan.tensors):
+        raise RefitError("a part of a tensor that is not in the plan", found=part.tensor)
+    tensor = plan.tensors[part.tensor]
+    size = DTYPE_NBYTES[tensor.dtype]
+    if part.start % size or part.nbytes % size or part.offset % size:
+        raise RefitError(f"a part of {tick(tensor.name)} splits an element", found=tuple(
+            (part.start, part.nbytes, part.offset)
+        ))  # fmt: skip
+    if part.nbytes == 0 or part.start + part.nbytes > tensor.nbytes or part.offset + part.nbytes > nbytes:
+        raise RefitError(
+            f"a part of {tick(tensor.name)} lies outside",
+            expected=f"{tensor.nbytes} bytes of the tensor, {nbytes} of the bucket",
+            found=f"{part.nbytes} at {part.start}, at {part.offset} of the bucket",
+        )
+
+
+def _check_apart(parts: list[PartRow]) -> None:
+    """Raises RefitError where two parts lie on the same bytes of the bucket."""
+    end = 0
+    for part in sorted(parts, key=lambda p: p.offset):
+        if part.offset < end:
+            raise RefitError("parts of a bucket overlap", found=f"byte {part.offset}")
+        end = part.offset + part.nbytes

@@ -1,0 +1,12 @@
+"""The examples in the docstrings of the refit modules are true."""
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["guard", "plan", "protocol"])
+def test_examples(name: str) -> None:
+    result = doctest.testmod(import_module(f"convtools.refit.{name}"))
+    assert result.failed == 0 and result.attempted > 0
