@@ -137,6 +137,7 @@ def on_files(scratch: Path, gigabytes: float, rounds: int) -> None:
             str(root),
             "-o",
             str(scratch / "m.json"),
+            "--overwrite",
             "--json",
         ]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

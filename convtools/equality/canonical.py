@@ -11,6 +11,7 @@ from convtools.codecs.cast import cast
 from convtools.conversion.from_hf import model_of
 from convtools.conversion.plan import Resolver, Target
 from convtools.conversion.source import Duplicate, LeftOut, Padding, Source
+from convtools.equality.given import check_given
 from convtools.equality.live import LiveBytes, Shards, named_tensors, shards_source
 from convtools.equality.reading import Memory, Reader, Stamp, stamps
 from convtools.errors import CheckpointError, ConvtoolsError, UsageError
@@ -22,9 +23,6 @@ from convtools.manifest import Manifest, read_manifest
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
 from convtools.stores.move import DIRECT
 from convtools.stores.names import tick
-
-_OF_FOLDERS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-"""JSON files that lie in a checkpoint's folder and are no manifest."""
 
 
 class Loose(NamedTuple):
@@ -154,31 +152,10 @@ def open_side(
             found=type(given).__name__,
         )
     path = Path(given)
-    _is_there(path, str(given))
+    check_given(path, str(given))
     if path.suffix == ".json" and path.is_file():
         return _of_manifest(str(given), read_manifest(path))
     return _of_folder(str(given), iteration, hf_config, other_root)
-
-
-def _is_there(path: Path, given: str) -> None:
-    """Raise UsageError for a path that is not there, and for a file of a checkpoint in its folder's place."""
-    if path.is_dir():
-        return
-    if not path.exists():
-        from convtools.stores.hub import parse_repo
-
-        if path.suffix == ".json" or parse_repo(given) is None:
-            raise UsageError(
-                f"there is no {'file' if path.suffix == '.json' else 'folder'} {tick(given)}",
-                expected="a checkpoint's folder, a manifest (.json), or org/name[@revision] on the Hub",
-            )
-        return
-    if path.suffix != ".json" or path.name in _OF_FOLDERS or path.name.endswith(".index.json"):
-        raise UsageError(
-            f"{tick(given)} is a file",
-            expected="a checkpoint's folder, or a manifest (.json)",
-            fix=f"give its folder: {path.parent}",
-        )
 
 
 def _of_folder(name: str, iteration: int | str | None, hf_config: Path | None, other: Path | None) -> Side:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from convtools.errors import UsageError, capped, tick
 
-
 _NEAR = 10_000
 """Names that a pattern which matches nothing is held against: the search takes 0.1 ms each."""
 
