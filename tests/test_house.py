@@ -169,7 +169,8 @@ def test_pins_lie_within_the_ranges() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(r for name in ("torch", "megatron", "hub", "dev") for r in extras[name])]
+    named = ("torch", "megatron", "hub", "dev")
+    wanted = [*project["dependencies"], *(r for name in named for r in extras[name])]
     ranges = {r.name: r.specifier for r in map(Requirement, wanted) if r.name != "convtools"}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))

@@ -81,7 +81,7 @@ def _derived(args: dict[str, Any], shapes: Shapes, origin: str) -> HFSide:
             text = json.dumps(config, indent=2).encode() + b"\n"
             return HFSide(config, text, family, None, (), None, Wrapping(), f"derived from {origin}")
         problems.append(f"{name}: {', '.join(name[:200] for name in missing[:20])}")
-    near = [text for text in problems if "another architecture" not in text]  # else nine of ten lines say that
+    near = [text for text in problems if "another architecture" not in text]  # or that is most of the lines
     raise ConfigError(
         f"config.json cannot be derived from {origin}",
         expected="every field the model needs",
