@@ -15,6 +15,7 @@ from convtools.stores.base import StoredTensor
 from convtools.stores.hf import is_hf, open_hf
 from convtools.stores.json_file import strict_json
 from convtools.stores.megatron_dir import is_megatron
+from convtools.stores.regular_file import leading_outside
 
 if TYPE_CHECKING:
     from convtools.stores.hub import HubCheckpoint
@@ -24,6 +25,7 @@ _OWN = {
     MANIFEST_NAME: "the source's own manifest",
     "README.md": "the source's own model card",
 }
+_LINK = "a link to a file outside of the folder: it may be anybody's, and is not followed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def _only_megatron(iteration: int | str | None, hf_config: Path | None) -> None:
 
 def _folder(src: str, root: Path) -> Origin:
     store = open_hf(root)
+    reasons = dict.fromkeys(leading_outside(root, store.side_files), _LINK) | _OWN
     return Origin(
         name=src,
         format="hf",
@@ -104,9 +107,9 @@ def _folder(src: str, root: Path) -> Origin:
         to_hf=None,
         hf={name: t.shape for name, t in store.tensors.items()},
         dtypes={name: t.dtype for name, t in store.tensors.items()},
-        side_files=tuple(SideFile(n, root / n) for n in store.side_files if n not in _OWN),
+        side_files=tuple(SideFile(n, root / n) for n in store.side_files if n not in reasons),
         left_out=(
-            *(LeftOut(n, _OWN[n]) for n in store.side_files if n in _OWN),
+            *(LeftOut(n, reasons[n]) for n in store.side_files if n in reasons),
             *(LeftOut(name, reason) for name, reason in store.unread_files),
             *(LeftOut(f"{name} in {file}", "the index does not assign it there")
               for name, file in store.stray_tensors),

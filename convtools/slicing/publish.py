@@ -23,7 +23,7 @@ from convtools.stores.hf import CONFIG, HFCheckpoint, open_hf
 from convtools.stores.hub_errors import explain, hub_errors
 from convtools.stores.hub_files import COMMIT, find_repository, parse_repo
 from convtools.stores.names import tick
-from convtools.stores.regular_file import open_regular
+from convtools.stores.regular_file import leading_outside, open_regular
 
 _T = TypeVar("_T")
 _AGAIN = "run the same command again: what has arrived is not sent a second time"
@@ -131,10 +131,7 @@ def _names(store: HFCheckpoint) -> tuple[list[str], list[tuple[str, str]]]:
 
 def _check_links(root: Path, names: list[str]) -> None:
     """Raise UsageError for links to files elsewhere: they may be of anybody, and would be public."""
-    home = root.resolve()
-    if home.parent.name == "snapshots":  # the Hub's cache keeps all files beside its snapshots
-        home = home.parent.parent
-    outside = [name for name in names if not (root / name).resolve().is_relative_to(home)]
+    outside = leading_outside(root, names)
     if outside:
         raise UsageError(
             "files of the folder are links to files outside of it",

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,3 +44,11 @@ def absence(path: Path) -> str | None:
     except OSError as error:
         return str(error.strerror)
     return None if stat.S_ISREG(mode) else "not a file"
+
+
+def leading_outside(root: Path, names: Iterable[str]) -> list[str]:
+    """Which files of a folder are links to files outside of it, which may be anybody's."""
+    home = root.resolve()
+    if home.parent.name == "snapshots":  # the Hub's cache keeps all files beside its snapshots
+        home = home.parent.parent
+    return [name for name in names if not (root / name).resolve().is_relative_to(home)]

@@ -221,3 +221,15 @@ def test_listings_that_make_no_sense(hub: Hub, monkeypatch: pytest.MonkeyPatch, 
 
 def _has_httpx2() -> bool:
     return importlib.util.find_spec("httpx2") is not None
+
+
+def test_a_side_file_that_leads_outside_stays_behind(src: Path, tmp_path: Path) -> None:
+    """Else a slice would hold a plain copy of whatever a fetched folder points to."""
+    (tmp_path / "key").write_text("secret")
+    (src / "notes.txt").symlink_to(tmp_path / "key")
+    (src / "own.txt").write_text("mine")
+    (src / "alias.txt").symlink_to(src / "own.txt")
+    report = cut(src, tmp_path / "slice", layers="1")
+    assert [name for name, reason in report.left_out if "outside" in reason] == ["notes.txt"]
+    assert (tmp_path / "slice/alias.txt").read_text() == "mine"
+    assert not (tmp_path / "slice/notes.txt").exists()
