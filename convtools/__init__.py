@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from convtools.equality.verdict import Comparison
     from convtools.errors import ConvtoolsError
     from convtools.inspection import Inspection, inspect
+    from convtools.refit.load import load_into
     from convtools.slicing.build import slice_checkpoint
     from convtools.slicing.options import SliceOptions
     from convtools.slicing.report import SliceReport
@@ -37,6 +38,7 @@ _HOME = {
     "convert": "convtools.conversion.api",
     "fingerprint": "convtools.equality.fingerprint_store",
     "inspect": "convtools.inspection",
+    "load_into": "convtools.refit.load",
     "open_source": "convtools.conversion.api",
     "slice_checkpoint": "convtools.slicing.build",
     "verify_slice": "convtools.slicing.verification",
@@ -44,7 +46,7 @@ _HOME = {
 
 __all__ = [
     "CompareOptions", "Comparison", "ConvtoolsError", "Inspection", "Options", "Report", "Shards",
-    "SliceOptions", "SliceReport", "compare", "convert", "fingerprint", "inspect", "open_source",
+    "SliceOptions", "SliceReport", "compare", "convert", "fingerprint", "inspect", "load_into", "open_source",
     "slice_checkpoint", "verify_slice",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -52,7 +52,7 @@ def torch_target(source: Source, dtypes: dict[str, str], choices: MegatronChoice
                 model[name] = Payload(key, Region.whole(held.shape), dtype_of[held.param.name])
                 pieces += [p.renamed(key, p.b) for p in held.pieces]
                 fill = fills.get(held.param.name)
-                here = _local(fill, held.shard, held.shape) if fill else None
+                here = local_fill(fill, held.shard, held.shape) if fill else None
                 if here:
                     local_fills[key] = here
                 model |= {state: empty_tensor() for state in held.extra_state_names(style)}
@@ -79,7 +79,7 @@ def _number(choices: MegatronChoices) -> int:
     return choices.iteration if isinstance(choices.iteration, int) else 0
 
 
-def _local(fill: Region, shard: int, shape: tuple[int, ...]) -> Region | None:
+def local_fill(fill: Region, shard: int, shape: tuple[int, ...]) -> Region | None:
     """The rows of padding within one rank's even share of the rows."""
     mine = Region((shard * shape[0], *(0 for _ in shape[1:])), shape).intersect(fill)
     return mine and Region((mine.offsets[0] - shard * shape[0], *mine.offsets[1:]), mine.sizes)
