@@ -71,7 +71,7 @@ def test_reading_gives_the_canonical_tensors(layout: Layout, kind: str, tmp_path
     assert (tmp_path / "hf/config.json").read_bytes() == (layout.hf / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("layout", WITH_HF, ids=str)
+@pytest.mark.parametrize("layout", [x for x in WITH_HF if (x.root / "state_dict").is_dir()], ids=str)
 def test_writing_a_layout_gives_each_rank_its_tensors(layout: Layout, tmp_path: Path) -> None:
     assert layout.hf
     convtools.convert(layout.hf, tmp_path / "out", convtools.Options(**options(layout, to="torch")))  # type: ignore[arg-type]
