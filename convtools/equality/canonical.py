@@ -21,7 +21,7 @@ from convtools.layout.mapping import Mapping as Pieces
 from convtools.layout.region import Region
 from convtools.manifest import Manifest, read_manifest
 from convtools.stores.base import DTYPE_NBYTES, Payload, StoredTensor
-from convtools.stores.move import DIRECT
+from convtools.stores.move import DIRECT, Unit
 from convtools.stores.names import tick
 
 
@@ -266,6 +266,10 @@ class Canonical:
         for unit in self._resolver.units(Payload(name, region, dtype), 0):
             data = reader.gather(unit)
             yield data if unit.as_it_is else cast(data, unit.src_dtype, dtype, unit.plus)
+
+    def units(self, name: str, region: Region) -> Iterator[Unit]:
+        """Where a region's bytes lie, in order; the offsets count from its first byte."""
+        return self._resolver.units(Payload(name, region, self.dtypes[name]), 0)
 
     def runs(self, name: str, region: Region) -> list[Run] | None:
         """A region as long runs of files, just as they lie there; None where it is not made of such."""

@@ -8,8 +8,10 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #if !defined(__SIZEOF_INT128__) || !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "needs 128-bit integers and a little-endian machine; without this module numpy does the work"
@@ -348,6 +350,144 @@ static PyObject *accumulate(PyObject *self, PyObject *args)
     return PyBytes_FromStringAndSize((const char *)&sum.total, sizeof sum.total);
 }
 
+/* Comparing files where they lie: both sides are read, block by block, into buffers that stay in a core's
+   cache, and runs are compared there without being laid out. "at" is the plain side's, "from" the other's. */
+
+typedef struct {
+    int fd;
+    uint64_t from, at, run;
+    int depth;
+    Loop loops[MAX_LOOPS];
+} Part;
+
+static int filled(int fd, unsigned char *to, uint64_t nbytes, uint64_t from) /* -1: not all of it is there */
+{
+    while (nbytes) {
+        ssize_t got = pread(fd, to, nbytes, (off_t)from);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            return -1;
+        to += got;
+        from += (uint64_t)got;
+        nbytes -= (uint64_t)got;
+    }
+    return 0;
+}
+
+static int same_nest(const Loop *loops, int depth, const unsigned char *a, const unsigned char *b, uint64_t run)
+{
+    if (depth == 0)
+        return memcmp(a, b, run) == 0;
+    for (uint64_t i = 0; i < loops->count; i++)
+        if (!same_nest(loops + 1, depth - 1, a + i * loops->at, b + i * loops->from, run))
+            return 0;
+    return 1;
+}
+
+static int same_run(int fd, uint64_t offset, const Part *part, Py_buffer *a, Py_buffer *b)
+{
+    uint64_t room = (uint64_t)(a->len < b->len ? a->len : b->len);
+    for (uint64_t done = 0; done < part->run; done += room) {
+        uint64_t n = part->run - done < room ? part->run - done : room;
+        if (filled(fd, a->buf, n, offset + part->at + done) || filled(part->fd, b->buf, n, part->from + done))
+            return -1;
+        if (memcmp(a->buf, b->buf, n))
+            return 0;
+    }
+    return 1;
+}
+
+/* parts that share rows of the plain side: each block of rows is read once, and compared with every part */
+static int same_rows(int fd, uint64_t offset, const Part *parts, Py_ssize_t count, Py_buffer *a, Py_buffer *b)
+{
+    uint64_t n = parts->loops[0].count, step = parts->loops[0].at, reached = 0, most;
+    if (!step || !(most = (uint64_t)a->len / step))
+        return -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Part *part = parts + i;
+        uint64_t skip = part->loops[0].from;
+        if (part->loops[0].count != n || part->loops[0].at != step ||
+            reach(part->loops + 1, part->depth - 1, 1, part->at, part->run, &reached) || reached > step ||
+            reach(part->loops + 1, part->depth - 1, 0, 0, part->run, &reached) || reached > (uint64_t)b->len)
+            return -1;
+        if (skip && ((uint64_t)b->len - reached) / skip + 1 < most)
+            most = ((uint64_t)b->len - reached) / skip + 1;
+    }
+    for (uint64_t row = 0; row < n; row += most) {
+        uint64_t rows = n - row < most ? n - row : most;
+        if (filled(fd, a->buf, rows * step, offset + row * step))
+            return -1;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            Part part = parts[i];
+            part.loops[0].count = rows;
+            reach(part.loops, part.depth, 0, 0, part.run, &reached);
+            if (filled(part.fd, b->buf, reached, part.from + row * part.loops[0].from))
+                return -1;
+            if (!same_nest(part.loops, part.depth, (unsigned char *)a->buf + part.at, b->buf, part.run))
+                return 0;
+        }
+    }
+    return 1;
+}
+
+static int part_of(PyObject *item, Part *part)
+{
+    PyObject *nested;
+    unsigned long long from, at, run;
+    if (!PyTuple_Check(item) ||
+        !PyArg_ParseTuple(item, "iKKO!K", &part->fd, &from, &at, &PyTuple_Type, &nested, &run))
+        return -1;
+    Py_ssize_t given = PyTuple_GET_SIZE(nested);
+    if (given > MAX_LOOPS || from >> 62 || at >> 62 || run >> 62)
+        return -1;
+    *part = (Part){.fd = part->fd, .from = from, .at = at, .run = run};
+    for (Py_ssize_t i = 0; i < given; i++) {
+        unsigned long long n, to, of;
+        PyObject *loop = PyTuple_GET_ITEM(nested, i);
+        if (!PyTuple_Check(loop) || !PyArg_ParseTuple(loop, "KKK", &n, &to, &of) || !n)
+            return -1;
+        part->loops[part->depth++] = (Loop){n, to, of};
+    }
+    uint64_t end;
+    return reach(part->loops, part->depth, 0, from, run, &end) || reach(part->loops, part->depth, 1, at, run, &end);
+}
+
+static PyObject *same_files(PyObject *self, PyObject *args)
+{
+    Py_buffer a, b;
+    PyObject *given;
+    int fd, same = 1;
+    unsigned long long offset;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iKO!w*w*", &fd, &offset, &PyTuple_Type, &given, &a, &b))
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(given);
+    Part *parts = PyMem_Calloc((size_t)count + 1, sizeof *parts);
+    if (!parts || offset >> 62 || !a.len || !b.len)
+        same = -1;
+    for (Py_ssize_t i = 0; same == 1 && i < count; i++)
+        if (part_of(PyTuple_GET_ITEM(given, i), parts + i))
+            same = -1;
+    if (same == 1) {
+        Py_BEGIN_ALLOW_THREADS
+        if (count && parts->depth)
+            same = same_rows(fd, offset, parts, count, &a, &b);
+        else
+            for (Py_ssize_t i = 0; same == 1 && i < count; i++)
+                same = parts[i].depth ? -1 : same_run(fd, offset, parts + i, &a, &b);
+        Py_END_ALLOW_THREADS
+    }
+    PyMem_Free(parts);
+    PyBuffer_Release(&a);
+    PyBuffer_Release(&b);
+    if (PyErr_Occurred())
+        return NULL;
+    if (same < 0)
+        Py_RETURN_NONE;
+    return PyBool_FromLong(same);
+}
+
 static PyObject *configure(PyObject *self, PyObject *args)
 {
     const unsigned char *bytes;
@@ -404,6 +544,8 @@ static PyMethodDef methods[] = {
     {"accumulate", accumulate, METH_VARARGS,
      "accumulate(data, start, at, loops, run) -> the partial sum as 16 little-endian bytes"},
     {"configure", configure, METH_VARARGS, "configure(constants): once, before anything else"},
+    {"same_files", same_files, METH_VARARGS,
+     "same_files(fd, offset, parts, a, b) -> whether all parts are the same; None: not to be told this way"},
     {"vector", vector, METH_VARARGS,
      "vector(wanted) -> whether vector instructions were used; for tests: both ways give the same"},
     {NULL, NULL, 0, NULL},

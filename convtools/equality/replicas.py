@@ -30,7 +30,7 @@ def disagreements(lanes: Lanes, results: Mapping[str, TensorResult]) -> Iterator
         def look(
             batch: list[Duplicate], side: Canonical = side, index: int = index
         ) -> list[tuple[Duplicate, str | None]]:
-            return [_compared(side, pair, lanes.readers()[index]) for pair in batch]
+            return [_compared(lanes, side, pair, lanes.readers()[index]) for pair in batch]
 
         found = lanes.each(look, batches)
         unequal = [one for batch in found for one in batch if one[1] is not None]
@@ -50,14 +50,14 @@ def _result(lanes: Lanes, name: str, letter: str, pair: Duplicate, fault: str | 
     return result(name, DIFFERS, lanes.a, lanes.b, cause=f"{copies} are not the same")
 
 
-def _compared(side: Canonical, pair: Duplicate, reader: Reader) -> tuple[Duplicate, str | None]:
+def _compared(lanes: Lanes, side: Canonical, pair: Duplicate, reader: Reader) -> tuple[Duplicate, str | None]:
     """(the copies, None where they are the same; "" where they are not; else why they cannot be read)."""
     a, b = side.side.source.tensors[pair.kept], side.side.source.tensors[pair.repeated]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return pair, ""
     try:
         left, right = a.blobs[0], b.blobs[0]
-        same = same_runs(reader, (left.path, left.offset), (right.path, right.offset), a.nbytes)
+        same = same_runs(lanes, reader, (left.path, left.offset), (right.path, right.offset), a.nbytes)
     except (ConvtoolsError, OSError) as error:
         return pair, told(error)
     return pair, None if same else ""

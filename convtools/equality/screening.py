@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from convtools.conversion.source import Source
+from convtools.equality import in_place
 from convtools.equality.canonical import Canonical, Run
 from convtools.equality.numbers import widened
 from convtools.equality.pairing import Pair
@@ -193,6 +194,8 @@ def _same(lanes: Lanes, task: Task) -> bool:
     sides, given = (lanes.a, lanes.b), (task.run_a, task.run_b)
     if given == (None, None) or not task.nbytes:
         return _gathered(lanes, task)
+    if (quick := _in_place(lanes, task)) is not None:
+        return quick
     found: list[list[Run]] = []
     for side, name, run, reader in zip(
         sides, (task.pair.a, task.pair.b), given, lanes.readers(), strict=True
@@ -209,6 +212,19 @@ def _same(lanes: Lanes, task: Task) -> bool:
     return all(
         _same_run(lanes, (whole.path, whole.offset + part.to - whole.to), part, swap) for part in parts
     )
+
+
+def _in_place(lanes: Lanes, task: Task) -> bool | None:
+    """Whether a plain run of a file is the same as what the other side stores; None: read and see."""
+    (one, other), views = lanes.readers(), lanes.buffers()[:2]
+    if task.run_a is not None and task.run_b is not None:
+        return in_place.same_run(one, task.run_a, other, task.run_b, task.nbytes, views)
+    if task.run_a is not None:
+        units = lanes.b.units(task.pair.b, task.region)
+        return in_place.same_units(one, task.run_a, other, units, views)
+    assert task.run_b is not None
+    units = lanes.a.units(task.pair.a, task.region)
+    return in_place.same_units(other, task.run_b, one, units, views)
 
 
 def _same_run(lanes: Lanes, whole: tuple[Path, int], part: Run, swap: bool) -> bool:
@@ -248,9 +264,11 @@ def _against_run(
     return True
 
 
-def same_runs(reader: Reader, a: tuple[Path, int], b: tuple[Path, int], nbytes: int) -> bool:
+def same_runs(lanes: Lanes, reader: Reader, a: tuple[Path, int], b: tuple[Path, int], nbytes: int) -> bool:
     """Whether two runs of bytes are the same. Raises CheckpointError where one cannot be read."""
-    views = memoryview(bytearray(min(STEP, nbytes))), memoryview(bytearray(min(STEP, nbytes)))
+    views = lanes.buffers()[:2]
+    if nbytes and (quick := in_place.same_run(reader, a, reader, b, nbytes, views)) is not None:
+        return quick
     for done in range(0, nbytes, STEP):
         n = min(STEP, nbytes - done)
         for view, (path, at) in zip(views, (a, b), strict=True):

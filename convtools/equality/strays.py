@@ -35,7 +35,7 @@ def _compared(lanes: Lanes, name: str, read: dict[Path, Header]) -> TensorResult
         cause = f"{one.dtype} {list(one.shape)} in A, {other.dtype} {list(other.shape)} in B"
         return result(name, DIFFERS, lanes.a, lanes.b, cause=cause)
     reader = lanes.readers()[0]
-    if same_runs(reader, (path_a, one.start), (path_b, other.start), one.end - one.start):
+    if same_runs(lanes, reader, (path_a, one.start), (path_b, other.start), one.end - one.start):
         numel = Region.whole(one.shape).numel
         return result(name, IDENTICAL, lanes.a, lanes.b, elements=numel, cause=why)
     return result(name, DIFFERS, lanes.a, lanes.b, cause=f"{why}, and it is not the same")
