@@ -158,9 +158,9 @@ def _narrowed(origin: Origin, plan: SlicePlan) -> Origin:
 def _hub_side(origin: Origin) -> Iterator[SideFile]:
     """The small files beside the weights of a repository."""
     if origin.hub is not None:
-        left_out = {item.name for item in origin.left_out}
+        done = {*(item.name for item in origin.left_out), *(file.path for file in origin.side_files)}
         for name in origin.hub.side_files:
-            if name not in left_out:
+            if name not in done:
                 yield SideFile(name, origin.hub.side_path(name))
 
 

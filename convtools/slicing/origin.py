@@ -1,5 +1,6 @@
 """What a slice is cut from: an HF folder, a repository on the Hub, or a Megatron checkpoint, seen alike."""
 
+from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from convtools.families.table import Table
 from convtools.layout.mapping import Mapping
 from convtools.manifest import MANIFEST_NAME
 from convtools.stores.base import StoredTensor
-from convtools.stores.hf import is_hf, open_hf
+from convtools.stores.hf import HFCheckpoint, is_hf, open_hf
 from convtools.stores.json_file import strict_json
 from convtools.stores.megatron_dir import is_megatron
 from convtools.stores.regular_file import leading_outside
@@ -25,6 +26,8 @@ _OWN = {
     MANIFEST_NAME: "the source's own manifest",
     "README.md": "the source's own model card",
 }
+QUANT_FILE = "hf_quant_config.json"
+"""The one side file that a slice does not take as it is: it can name layers."""
 _LINK = "a link to a file outside of the folder: it may be anybody's, and is not followed"
 
 
@@ -49,6 +52,7 @@ class Origin:
     dtypes: dict[str, str]
     """dtype of every HF tensor."""
     side_files: tuple[SideFile, ...] = ()
+    """Of a repository only what must be known before: the others are fetched when all else is written."""
     left_out: tuple[LeftOut, ...] = ()
     duplicates: tuple[Duplicate, ...] = ()
     padding: tuple[Padding, ...] = ()
@@ -97,8 +101,16 @@ def _only_megatron(iteration: int | str | None, hf_config: Path | None) -> None:
 def _folder(src: str, root: Path) -> Origin:
     store = open_hf(root)
     reasons = dict.fromkeys(leading_outside(root, store.side_files), _LINK) | _OWN
+    side = tuple(SideFile(n, root / n) for n in store.side_files if n not in reasons)
+    return _checkpoint(store, src, root, reasons, side_files=side)
+
+
+def _checkpoint(
+    store: HFCheckpoint, name: str, root: Path | None, reasons: MappingABC[str, str], **more: Any
+) -> Origin:
+    """A folder or a repository; `reasons` says which of its side files stay behind, and why."""
     return Origin(
-        name=src,
+        name=name,
         format="hf",
         root=root,
         config=store.config,
@@ -107,13 +119,13 @@ def _folder(src: str, root: Path) -> Origin:
         to_hf=None,
         hf={name: t.shape for name, t in store.tensors.items()},
         dtypes={name: t.dtype for name, t in store.tensors.items()},
-        side_files=tuple(SideFile(n, root / n) for n in store.side_files if n not in reasons),
         left_out=(
             *(LeftOut(n, reasons[n]) for n in store.side_files if n in reasons),
             *(LeftOut(name, reason) for name, reason in store.unread_files),
             *(LeftOut(f"{name} in {file}", "the index does not assign it there")
               for name, file in store.stray_tensors),
         ),
+        **more,
     )  # fmt: skip
 
 
@@ -153,20 +165,5 @@ def _hub(src: str, repo: str, revision: str | None) -> Origin:
     from convtools.stores.hub import open_hub
 
     store = open_hub(repo, revision)
-    return Origin(
-        name=repo,
-        format="hf",
-        root=None,
-        config=store.config,
-        config_bytes=store.config_bytes,
-        tensors=store.tensors,
-        to_hf=None,
-        hf={name: t.shape for name, t in store.tensors.items()},
-        dtypes={name: t.dtype for name, t in store.tensors.items()},
-        left_out=(
-            *(LeftOut(n, _OWN[n]) for n in store.side_files if n in _OWN),
-            *(LeftOut(name, reason) for name, reason in store.unread_files),
-        ),
-        revision=store.commit,
-        hub=store,
-    )
+    now = tuple(SideFile(n, store.side_path(n)) for n in store.side_files if n == QUANT_FILE)
+    return _checkpoint(store, repo, None, _OWN, revision=store.commit, hub=store, side_files=now)

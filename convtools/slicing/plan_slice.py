@@ -17,15 +17,13 @@ from convtools.slicing.kinds import kinds
 from convtools.slicing.layers import Layers, find_layers, text_part
 from convtools.slicing.module_names import renumber_modules
 from convtools.slicing.options import SliceOptions
-from convtools.slicing.origin import Origin
+from convtools.slicing.origin import QUANT_FILE, Origin
 from convtools.slicing.remarks import check_not_per_layer, gone_kinds, mtp_remarks
 from convtools.slicing.selection import Chosen, Kind, parse_layers
 from convtools.stores.base import DTYPE_NBYTES
 from convtools.stores.hf_write import INDEX_NAME, lined_up, plan_hf
 from convtools.stores.json_file import read_json
 from convtools.stores.names import tick
-
-_QUANT_FILE = "hf_quant_config.json"
 
 
 class Kept(NamedTuple):
@@ -180,7 +178,7 @@ def _target(
     plan = plan_hf([(n, dtypes[n], shape) for n, shape in shapes.items()], options.shard_nbytes)
     side = [SideFile("config.json", config_bytes(origin, config))]
     for file in origin.side_files:
-        if file.path == _QUANT_FILE and not isinstance(file.content, bytes):
+        if file.path == QUANT_FILE and not isinstance(file.content, bytes):
             raw, found = read_json(file.content, 50_000_000, constants=True)
             changed = renumber_modules(found, layers, keep, tuple(origin.hf), drop_mtp=options.mtp == "drop")
             side.append(

@@ -233,3 +233,22 @@ def test_a_side_file_that_leads_outside_stays_behind(src: Path, tmp_path: Path) 
     assert [name for name, reason in report.left_out if "outside" in reason] == ["notes.txt"]
     assert (tmp_path / "slice/alias.txt").read_text() == "mine"
     assert not (tmp_path / "slice/notes.txt").exists()
+
+
+def test_a_slice_from_the_hub_is_the_slice_of_the_folder(src: Path, hub: Hub, tmp_path: Path) -> None:
+    """Only a folder's `hf_quant_config.json` was renumbered, and only a folder's strays were told."""
+    excluded = {"quantization": {"exclude_modules": ["layers.0.q", "layers.1.k", "lm_head"]}}
+    (src / "hf_quant_config.json").write_text(json.dumps(excluded))
+    (src / "tokenizer.json").write_text("{}")
+    names = [name for name in tensors() if name != "scale"]
+    (src / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, WEIGHTS)}))
+    hub.add("org/quantised", {p.name: p.read_bytes() for p in src.iterdir()})
+    reports = [cut(s, tmp_path / to, layers="1") for s, to in ((src, "a"), ("org/quantised", "b"))]
+    assert reports[0].left_out == reports[1].left_out
+    assert (f"scale in {WEIGHTS}", "the index does not assign it there") in reports[1].left_out
+    folders = [{p.name: p.read_bytes() for p in (tmp_path / to).iterdir()} for to in ("a", "b")]
+    for folder in folders:
+        folder.pop(MANIFEST_NAME)  # which names its source
+    assert folders[0] == folders[1] and "tokenizer.json" in folders[1]
+    kept = json.loads(folders[1]["hf_quant_config.json"])["quantization"]["exclude_modules"]
+    assert kept == ["layers.0.k", "lm_head"]
