@@ -5,7 +5,7 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,27 @@ class PaddingFound(NamedTuple):
     name: str
     rows: int
     nonzero_rows: int
+
+
+def in_threads(
+    work: Callable[[Any], None], items: Iterable[Any], *, workers: int, stop: threading.Event
+) -> None:
+    """Call `work` on every item, on threads, asking for a few items ahead only.
+
+    The first error sets `stop`, which the work looks at, and is raised when all threads have ended.
+    """
+    stream = iter(items)
+    with ThreadPoolExecutor(workers) as pool:
+        pending = {pool.submit(work, item) for item in islice(stream, 2 * workers)}
+        try:
+            while pending:
+                done, pending = wait(pending, return_when="FIRST_COMPLETED")
+                for future in done:
+                    future.result()
+                pending |= {pool.submit(work, item) for item in islice(stream, len(done))}
+        except BaseException:
+            stop.set()
+            raise
 
 
 class Runner:
@@ -86,19 +107,7 @@ class Runner:
             mover.close()
 
     def _all(self, work: Callable[[Any], None], items: Iterable[Any]) -> None:
-        stream = iter(items)
-        with ThreadPoolExecutor(self._workers) as pool:
-            pending = {pool.submit(work, item) for item in islice(stream, 2 * self._workers)}
-            try:
-                while pending:
-                    done, pending = wait(pending, return_when="FIRST_COMPLETED")
-                    for future in done:
-                        future.result()
-                    pending |= {pool.submit(work, item) for item in islice(stream, len(done))}
-            except BaseException:
-                self._stop.set()
-                wait(pending, return_when=FIRST_EXCEPTION)
-                raise
+        in_threads(work, items, workers=self._workers, stop=self._stop)
 
     def _mover(self) -> Mover:
         mover: Mover | None = getattr(self._local, "mover", None)

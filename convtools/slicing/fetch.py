@@ -3,13 +3,11 @@
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from convtools.conversion.plan import Resolver
-from convtools.conversion.run import Progress
+from convtools.conversion.run import Progress, in_threads
 from convtools.disk import writing
 from convtools.stores.base import DTYPE_NBYTES, FilePlan
 from convtools.stores.hub import HubCheckpoint, HubReader, is_remote
@@ -65,18 +63,7 @@ def fetch(
                 os.close(fd)
 
     jobs = (part for one in ranges(resolver, files) for part in _cut(one))
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        pending = {pool.submit(run, job) for job in islice(jobs, 2 * _REQUESTS)}
-        try:
-            while pending:
-                done, pending = wait(pending, return_when="FIRST_COMPLETED")
-                for future in done:
-                    future.result()
-                pending |= {pool.submit(run, job) for job in islice(jobs, len(done))}
-        except BaseException:
-            stop.set()
-            wait(pending)
-            raise
+    in_threads(run, jobs, workers=_REQUESTS, stop=stop)
     literals(files, root)
     return fetched
 
