@@ -10,6 +10,7 @@ import click
 _COMMANDS = {
     "compare": "Say whether two checkpoints hold the same weights, or where they do not.",
     "convert": "Convert a checkpoint: HF, Megatron torch_dist, Megatron torch; any to any.",
+    "engine": "Serve a checkpoint on the CPU, and take new weights while serving.",
     "families": "List the architectures that can be converted.",
     "fingerprint": "Write one hash for every tensor, the same in any format, as a manifest.",
     "inspect": "Say what a checkpoint is, without reading its weights.",

@@ -69,17 +69,19 @@ def open_source(
     return opener(where, root, None if hf_config is None else Path(hf_config))
 
 
-def convert(src: PathLike, dst: PathLike, options: Options, bar: Bar | None = None) -> Report:
+def convert(
+    src: PathLike, dst: PathLike, options: Options, bar: Bar | None = None, *, alone: bool = False
+) -> Report:
     """Convert checkpoint `src` into a new checkpoint `dst`, which appears whole or not at all.
 
-    Under torchrun, all ranks call it and share the work. Every error is a ConvtoolsError, and
-    whatever happens `src` is left as it is.
+    Under torchrun, all ranks call it and share the work, unless one does it `alone`. Every error is a
+    ConvtoolsError, and whatever happens `src` is left as it is.
     """
     began = time.monotonic()
     if not isinstance(options, Options):
         raise UsageError("convert takes convtools.Options", found=type(options).__name__)
     options.check()
-    with joined_world() as world:
+    with nullcontext(World()) if alone else joined_world() as world:
         with _collector_at_rest():
             source = open_source(src, iteration=options.iteration, hf_config=options.hf_config)
             _check_use(source, options)

@@ -33,8 +33,15 @@ typedef unsigned __int128 u128;
 static uint64_t QUARTERS[4][WORDS] __attribute__((aligned(32)));
 #endif
 
+#ifdef HAVE_AVX2
+#define LOW_BITS 48 /* of a word; the other 16 are multiplied apart */
+static uint64_t FIFTYTWOS[3][WORDS] __attribute__((aligned(64)));  /* a constant in limbs of 52 bits */
+static uint64_t THIRTYSIXES[3][WORDS] __attribute__((aligned(64))); /* and of 36: 16 + 36 = 52 */
+static u128 INVERSE_SQUARED;
+#endif
+
 static uint64_t LOW[WORDS], HIGH[WORDS];
-static int simd = 0; /* whether the vector instructions are there, and wanted */
+static int simd = 0, best = 0; /* vector instructions that are wanted, and there: none, AVX2, AVX-512 IFMA */
 static u128 GAMMA, INVERSE;       /* gamma, and its inverse mod p */
 static u128 POWERS[8][256];       /* gamma^(digit * 256^place) */
 static int configured = 0;
@@ -77,6 +84,11 @@ static inline u128 joined(u128 low, u128 high) /* low + 2^54 high mod p */
 }
 
 typedef struct {
+    const unsigned char *from, *to;
+} Ahead; /* memory that will be read, and written, next */
+
+typedef struct {
+    Ahead next;
     u128 total;       /* what was closed so far */
     u128 low, high;   /* the open block */
     uint64_t block;   /* which block is open */
@@ -179,6 +191,62 @@ __attribute__((target("avx2"))) static u128 horner_avx2(const unsigned char *fro
     return sum;
 }
 
+/* Eight words at a time, by products of 52 bits of which either half is added up: at most 16 a lane, so
+   that lanes add up too. Two blocks at once share the loads of the constants. */
+#define AVX512 __attribute__((target("avx512f,avx512ifma")))
+
+AVX512 static inline u128 lanes_ifma(const __m512i s[8])
+{
+    __m512i four[4], two[2], quarters = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    for (int i = 0; i < 4; i++)
+        four[i] = _mm512_add_epi64(_mm512_unpacklo_epi64(s[2 * i], s[2 * i + 1]),
+                                   _mm512_unpackhi_epi64(s[2 * i], s[2 * i + 1]));
+    for (int i = 0; i < 2; i++)
+        two[i] = _mm512_add_epi64(
+            _mm512_permutex2var_epi64(four[2 * i], quarters, four[2 * i + 1]),
+            _mm512_permutex2var_epi64(four[2 * i], _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15), four[2 * i + 1]));
+    uint64_t sum[8] __attribute__((aligned(64)));
+    _mm512_store_si512(sum, _mm512_add_epi64(_mm512_shuffle_i64x2(two[0], two[1], 0x44),
+                                             _mm512_shuffle_i64x2(two[0], two[1], 0xee)));
+    u128 low = sum[0] + ((u128)(sum[1] + sum[2]) << 52) + ((u128)sum[5] << LOW_BITS); /* below 2^114 */
+    u128 high = folded(shifted(sum[3] + sum[4], 104) + shifted(sum[7], LOW_BITS + 72));
+    return folded(low + folded(high + shifted(sum[6], LOW_BITS + 36)));
+}
+
+AVX512 static inline u128 block_ifma(const unsigned char *from)
+{
+    const __m512i mask = _mm512_set1_epi64((1LL << LOW_BITS) - 1);
+    __m512i s[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        s[i] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int j = 0; j < WORDS; j += 8) {
+        __m512i w = _mm512_loadu_si512(from + 8 * j);
+        __m512i low = _mm512_and_si512(w, mask), high = _mm512_srli_epi64(w, LOW_BITS);
+        __m512i k0 = _mm512_load_si512(&FIFTYTWOS[0][j]), k1 = _mm512_load_si512(&FIFTYTWOS[1][j]);
+        s[0] = _mm512_madd52lo_epu64(s[0], low, k0);
+        s[1] = _mm512_madd52hi_epu64(s[1], low, k0);
+        s[2] = _mm512_madd52lo_epu64(s[2], low, k1);
+        s[3] = _mm512_madd52hi_epu64(s[3], low, k1);
+        s[4] = _mm512_madd52lo_epu64(s[4], low, _mm512_load_si512(&FIFTYTWOS[2][j])); /* 48 and 4 bits */
+        for (int i = 0; i < 3; i++)
+            s[5 + i] = _mm512_madd52lo_epu64(s[5 + i], high, _mm512_load_si512(&THIRTYSIXES[i][j]));
+    }
+    return lanes_ifma(s);
+}
+
+AVX512 static u128 horner_ifma(const unsigned char *from, uint64_t count)
+{
+    u128 sum = count & 1 ? block_ifma(from) : 0;
+    from += (count & 1) * BLOCK;
+    for (uint64_t i = 0; i < count / 2; i++, from += 2 * BLOCK) {
+        u128 first = product(block_ifma(from), INVERSE);
+        sum = folded(product(sum, INVERSE_SQUARED) + folded(first + block_ifma(from + BLOCK)));
+    }
+    return sum;
+}
+
 /* a part of a block, from word `first` on; `words` is a multiple of 4 */
 __attribute__((target("avx2"))) static u128 part_avx2(const unsigned char *from, int first, int words)
 {
@@ -189,7 +257,7 @@ __attribute__((target("avx2"))) static u128 part_avx2(const unsigned char *from,
 static void whole_blocks(Sum *s, const unsigned char *from, uint64_t block, uint64_t count)
 {
 #ifdef HAVE_AVX2
-    u128 sum = simd ? horner_avx2(from, count) : horner_plain(from, count);
+    u128 sum = simd == 2 ? horner_ifma(from, count) : simd ? horner_avx2(from, count) : horner_plain(from, count);
 #else
     u128 sum = horner_plain(from, count);
 #endif
@@ -350,6 +418,141 @@ static PyObject *accumulate(PyObject *self, PyObject *args)
     return PyBytes_FromStringAndSize((const char *)&sum.total, sizeof sum.total);
 }
 
+/* Copying and looking in one pass: steps that stay in a core's first cache are copied, and what then lies
+   at the destination is summed and searched for NaN and infinity. */
+
+#define STEP 8192
+
+#ifdef HAVE_AVX2
+__attribute__((target("avx2"))) static uint64_t copied_avx2(unsigned char *to, const unsigned char *from, uint64_t nbytes)
+{
+    uint64_t done = 0;
+    for (; done + 128 <= nbytes; done += 128) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(from + done));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(from + done + 32));
+        __m256i c = _mm256_loadu_si256((const __m256i *)(from + done + 64));
+        __m256i d = _mm256_loadu_si256((const __m256i *)(from + done + 96));
+        _mm256_storeu_si256((__m256i *)(to + done), a);
+        _mm256_storeu_si256((__m256i *)(to + done + 32), b);
+        _mm256_storeu_si256((__m256i *)(to + done + 64), c);
+        _mm256_storeu_si256((__m256i *)(to + done + 96), d);
+    }
+    return done;
+}
+#endif
+
+/* not by memcpy: for so few bytes its string instructions leave them outside of the first cache */
+static void copied(unsigned char *to, const unsigned char *from, uint64_t nbytes)
+{
+    uint64_t done = 0;
+#ifdef HAVE_AVX2
+    if (simd)
+        done = copied_avx2(to, from, nbytes);
+#endif
+    memmove(to + done, from + done, nbytes - done);
+}
+
+typedef struct {
+    int size;          /* bytes of a float; 0: not to be searched */
+    uint64_t infinity; /* bits of its exponent */
+} Floats;
+
+#define ALL_FINITE(name, type, target)                                                  \
+    target static int name(const unsigned char *from, uint64_t nbytes, type infinity)   \
+    {                                                                                   \
+        typedef type unaligned __attribute__((aligned(1), may_alias));                  \
+        const unaligned *x = (const unaligned *)from;                                   \
+        type most = 0, unsigned_bits = (type)~((type)1 << (8 * sizeof(type) - 1));      \
+        for (uint64_t i = 0; i < nbytes / sizeof(type); i++) {                          \
+            type bits = x[i] & unsigned_bits;                                           \
+            most = bits > most ? bits : most;                                           \
+        }                                                                               \
+        return most < infinity; /* bits of a float grow with its size */                \
+    }
+
+ALL_FINITE(finite_16, uint16_t, )
+ALL_FINITE(finite_32, uint32_t, )
+ALL_FINITE(finite_64, uint64_t, )
+#ifdef HAVE_AVX2
+ALL_FINITE(finite_16_avx2, uint16_t, __attribute__((target("avx2"))))
+ALL_FINITE(finite_32_avx2, uint32_t, __attribute__((target("avx2"))))
+ALL_FINITE(finite_64_avx2, uint64_t, __attribute__((target("avx2"))))
+#endif
+
+static int all_finite(const unsigned char *from, uint64_t nbytes, Floats of)
+{
+#ifdef HAVE_AVX2
+    if (simd) {
+        switch (of.size) {
+        case 2: return finite_16_avx2(from, nbytes, (uint16_t)of.infinity);
+        case 4: return finite_32_avx2(from, nbytes, (uint32_t)of.infinity);
+        case 8: return finite_64_avx2(from, nbytes, of.infinity);
+        }
+    }
+#endif
+    switch (of.size) {
+    case 2: return finite_16(from, nbytes, (uint16_t)of.infinity);
+    case 4: return finite_32(from, nbytes, (uint32_t)of.infinity);
+    case 8: return finite_64(from, nbytes, of.infinity);
+    default: return 1;
+    }
+}
+
+static PyObject *copy_and_look(PyObject *self, PyObject *args)
+{
+    Py_buffer to, from;
+    PyObject *target;
+    unsigned long long at, infinity;
+    int size, summed, finite = 1;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Oy*KpiK", &target, &from, &at, &summed, &size, &infinity))
+        return NULL;
+    int copies = target != Py_None;
+    if (copies && PyObject_GetBuffer(target, &to, PyBUF_WRITABLE)) {
+        PyBuffer_Release(&from);
+        return NULL;
+    }
+    uint64_t nbytes = (uint64_t)from.len;
+    if (!configured || at >> 62 || (copies && to.len != from.len) || (size != 0 && size != 2 && size != 4 && size != 8) ||
+        (size && nbytes % (uint64_t)size)) {
+        PyErr_SetString(PyExc_ValueError, "no two runs of so many floats of that size");
+    } else {
+        Sum sum = {0};
+        sum.known_power = GAMMA; /* of block 0 */
+        Floats floats = {size, infinity};
+        Py_BEGIN_ALLOW_THREADS
+        const unsigned char *source = from.buf;
+        unsigned char *lies = copies ? to.buf : from.buf;
+        for (uint64_t done = 0; done < nbytes;) {
+            /* a first step that is shorter, so that the others begin with a block */
+            uint64_t n = done ? STEP : STEP - (at & (BLOCK - 1));
+            n = size ? n / (uint64_t)size * (uint64_t)size : n;
+            n = nbytes - done < n ? nbytes - done : n;
+            int more = nbytes - done >= n + STEP;
+            sum.next = (Ahead){more ? source + done + n : NULL, more && copies ? lies + done + n : NULL};
+            if (copies)
+                copied(lies + done, source + done, n);
+            if (summed)
+                contiguous(&sum, lies + done, n, at + done);
+            if (size)
+                finite &= all_finite(lies + done, n, floats);
+            done += n;
+        }
+        close_block(&sum);
+        Py_END_ALLOW_THREADS
+        PyObject *out = Py_BuildValue("y#O", (const char *)&sum.total, (Py_ssize_t)sizeof sum.total,
+                                      finite ? Py_True : Py_False);
+        if (copies)
+            PyBuffer_Release(&to);
+        PyBuffer_Release(&from);
+        return out;
+    }
+    if (copies)
+        PyBuffer_Release(&to);
+    PyBuffer_Release(&from);
+    return NULL;
+}
+
 /* Comparing files where they lie: both sides are read, block by block, into buffers that stay in a core's
    cache, and runs are compared there without being laid out. "at" is the plain side's, "from" the other's. */
 
@@ -508,6 +711,10 @@ static PyObject *configure(PyObject *self, PyObject *args)
 #ifdef HAVE_AVX2
             for (int i = 0; i < 4; i++)
                 QUARTERS[i][j] = (uint64_t)(k >> (QUARTER * i)) & ((1ULL << QUARTER) - 1);
+            for (int i = 0; i < 3; i++) {
+                FIFTYTWOS[i][j] = (uint64_t)(k >> (52 * i)) & ((1ULL << 52) - 1);
+                THIRTYSIXES[i][j] = (uint64_t)(k >> (36 * i)) & ((1ULL << 36) - 1);
+            }
 #endif
         }
         memcpy(&GAMMA, bytes + 16 * WORDS, 16);
@@ -521,7 +728,11 @@ static PyObject *configure(PyObject *self, PyObject *args)
         }
 #ifdef HAVE_AVX2
         __builtin_cpu_init();
-        simd = __builtin_cpu_supports("avx2") != 0;
+        best = __builtin_cpu_supports("avx2") != 0;
+        if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512ifma"))
+            best = 2;
+        simd = best;
+        INVERSE_SQUARED = product(INVERSE, INVERSE);
 #endif
         configured = 1;
     }
@@ -532,22 +743,24 @@ static PyObject *vector(PyObject *self, PyObject *args)
 {
     int wanted = 0, before = simd;
     (void)self;
-    if (!PyArg_ParseTuple(args, "p", &wanted))
+    if (!PyArg_ParseTuple(args, "i", &wanted))
         return NULL;
-#ifdef HAVE_AVX2
-    simd = wanted && __builtin_cpu_supports("avx2");
-#endif
-    return PyBool_FromLong(before);
+    simd = wanted < 0 ? 0 : wanted < best ? wanted : best;
+    return PyLong_FromLong(before);
 }
 
 static PyMethodDef methods[] = {
     {"accumulate", accumulate, METH_VARARGS,
      "accumulate(data, start, at, loops, run) -> the partial sum as 16 little-endian bytes"},
+    {"copy_and_look", copy_and_look, METH_VARARGS,
+     "copy_and_look(to, from, at, summed, size, infinity) -> (the partial sum as 16 little-endian bytes, whether "
+     "all floats of `size` bytes are finite; 0: not looked at) of what lies at `to`, or of `from` where it is None"},
     {"configure", configure, METH_VARARGS, "configure(constants): once, before anything else"},
     {"same_files", same_files, METH_VARARGS,
      "same_files(fd, offset, parts, a, b) -> whether all parts are the same; None: not to be told this way"},
     {"vector", vector, METH_VARARGS,
-     "vector(wanted) -> whether vector instructions were used; for tests: both ways give the same"},
+     "vector(most) -> the level of vector instructions that was used (0 none, 1 AVX2, 2 AVX-512 IFMA); for "
+     "tests: all give the same"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -79,6 +79,10 @@ class _OverWeights:
         if problems:
             raise RefitError("the engine has other tensors", found=capped(problems))
 
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All that it holds, aliases included."""
+        return self._weights.tensors()
+
     def aliases(self) -> Mapping[str, str]:
         """Names that must come with the same bytes as another."""
         return self._weights.aliases()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from convtools.refit.errors import NotServing, RefitError
@@ -22,10 +22,10 @@ class Gate:
         return not self._closed
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Hold it open for one request. Raises NotServing while it is closed."""
+    def request(self, wait: float = 0.0) -> Iterator[None]:
+        """Hold it open for one request. Raises NotServing where it stays closed for `wait` seconds."""
         with self._changed:
-            if self._closed:
+            if not self._changed.wait_for(lambda: not self._closed, wait):
                 raise NotServing("the engine takes over new weights, or holds none that are whole")
             self._inside += 1
         try:
@@ -35,17 +35,27 @@ class Gate:
                 self._inside -= 1
                 self._changed.notify_all()
 
-    def close(self, timeout: float) -> None:
-        """Let nobody in, and wait until the last one is out.
+    def close(self, timeout: float, usher: Callable[[], None] | None = None) -> None:
+        """Let nobody in, and wait until the last one is out; `usher` asks those inside to leave.
 
         Raises RefitError when that takes longer than `timeout`, and then it is as it was.
         """
         until = time.monotonic() + timeout
         with self._changed:
             was, self._closed = self._closed, True
+        try:
+            if usher is not None:
+                usher()
+        except BaseException:
+            with self._changed:
+                self._closed = was
+                self._changed.notify_all()
+            raise
+        with self._changed:
             while self._inside:
                 if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
                     self._closed = was
+                    self._changed.notify_all()
                     raise RefitError(
                         "requests were still being answered",
                         found=f"{self._inside} after {timeout:g} s",
@@ -61,3 +71,4 @@ class Gate:
         """Let requests in again."""
         with self._changed:
             self._closed = False
+            self._changed.notify_all()

@@ -17,6 +17,8 @@ from convtools.refit.protocol import (
     Commit,
     Committed,
     Consumed,
+    Digest,
+    Digests,
     Open,
     Opened,
     Prepare,
@@ -40,6 +42,8 @@ class Link:
         """Whether it has a transaction of ours."""
         self.state, self.version, self.token = "unknown", -1, 0
         self.mode, self.undo_bytes = "unknown", 0
+        self.flushed = False
+        """Whether the last commit emptied caches."""
         self.consumed = 0
         """Buckets of this push that were acknowledged."""
         self.consume_seconds = 0.0
@@ -99,13 +103,14 @@ class Link:
         """Without waiting."""
         self._send(question, timeout)
 
-    def await_bucket(self, timeout: float) -> None:
-        """Until the oldest bucket that was sent is consumed."""
+    def await_bucket(self, timeout: float) -> float:
+        """Until the oldest bucket that was sent is consumed; gives the seconds that the sink spent on it."""
         answer = self._expect(self._receive(timeout), Consumed)
         if answer.index != self.consumed:
             raise RefitError(f"{tick(self.name)} acknowledged another bucket", found=answer.index)
         self.consumed += 1
         self.consume_seconds += answer.seconds
+        return answer.seconds
 
     def prepare(self, question: Prepare, timeout: float) -> None:
         """Raises RefitError."""
@@ -118,6 +123,7 @@ class Link:
         if answer.version != version:
             raise RefitError(f"{tick(self.name)} committed another version", found=answer.version)
         self.is_open, self.state, self.version = False, "clean", version
+        self.flushed = answer.flushed
         self._possible = {version}
 
     def abort(self, question: Abort, timeout: float) -> None:
@@ -134,11 +140,22 @@ class Link:
         except RefitError:
             self.drop()
 
-    def fingerprints(self, of: str, count: int, timeout: float) -> list[bytes]:
-        """Of what it `serves`, or of what is `pending`. Raises RefitError."""
-        found = self.ask(Ask(of), Told, timeout).fingerprints
-        if len(found) != count:
-            raise RefitError(f"{tick(self.name)} has other tensors", expected=count, found=len(found))
+    def told(self, of: str, count: int, timeout: float) -> Told:
+        """With fingerprints of what it `serves`, or of what is `pending`. Raises RefitError."""
+        told = self.ask(Ask(of), Told, timeout)
+        if len(told.fingerprints) != count or any(row.tensor >= count for row in told.weaker):
+            self.drop()
+            raise RefitError(
+                f"{tick(self.name)} has other tensors", expected=count, found=len(told.fingerprints)
+            )
+        return told
+
+    def digests(self, of: list[int], timeout: float) -> Digests:
+        """Of its own parameters, and those that belong to the tensors `of`. Raises RefitError."""
+        found = self.ask(Digest(of), Digests, timeout)
+        if len(found.touched) != len(of):
+            self.drop()
+            raise RefitError(f"{tick(self.name)} answered for other tensors than those it was asked for")
         return found
 
     def ask(self, question: Question, kind: type[_A], timeout: float) -> _A:

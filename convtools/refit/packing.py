@@ -16,6 +16,10 @@ _STEP = 1 << 19
 """Bytes that are copied and looked at in one go: they and their copy fit a core's own cache."""
 
 
+_EXPONENT = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000), "F64": (8, 0x7FF << 52)}
+"""dtype -> width, bits of the exponent."""
+
+
 class Packer:
     """Fills buckets, and collects the fingerprints of what it filled them with."""
 
@@ -24,11 +28,14 @@ class Packer:
         self._values: dict[int, Fingerprint] = {}
         self.gather_seconds = self.pack_seconds = self.wait_seconds = 0.0
 
-    def pack(self, bucket: PlannedBucket, data: memoryview, canaries: frozenset[int] = frozenset()) -> bytes:
+    def pack(
+        self, index: int, bucket: PlannedBucket, data: memoryview, canaries: frozenset[int] = frozenset()
+    ) -> bytes:
         """Fill a bucket; gives its xxh3-128. Raises RefitError, naming the tensor, for NaN and infinity.
 
-        Of each tensor in `canaries`, the lowest bit of the first element is turned over.
+        Of each tensor in `canaries`, the lowest bit of one of its first elements is turned over.
         """
+        self._source.bucket(index, bucket)
         mark, end = Mark(), 0
         for part in bucket.parts:
             tensor = self._plan.tensors[part.tensor]
@@ -42,7 +49,7 @@ class Packer:
                 self._source.fill(tensor, run, view)
                 filled = time.perf_counter()
                 if part.tensor in canaries and run.start == 0:
-                    view[0] ^= 1
+                    view[canary_in(view, tensor.dtype)] ^= 1
                 for first in range(0, run.nbytes, _STEP):
                     some = view[first : first + _STEP]
                     self._look(tensor, run._replace(start=run.start + first), some)
@@ -69,6 +76,21 @@ class Packer:
                 where=f"{len(view) // DTYPE_NBYTES[tensor.dtype]} elements from {first} on",
                 fix="look at the training step; to push it all the same, finite=False",
             )
+
+
+def canary_in(view: memoryview, dtype: str) -> int:
+    """The lowest byte of the first element that is a normal number: kernels may flush the others to zero.
+
+    >>> canary_in(memoryview(bytes([0, 0, 0x80, 0x3F])), "BF16")
+    2
+    """
+    import numpy as np
+
+    if dtype not in _EXPONENT:
+        return 0
+    width, mask = _EXPONENT[dtype]
+    normal = np.flatnonzero(np.frombuffer(view[: 4096 * width], f"<u{width}") & mask)
+    return int(normal[0]) * width if len(normal) else 0
 
 
 def canaries_of(plan: RefitPlan) -> frozenset[int]:

@@ -9,28 +9,30 @@ The trainer's side asks, the engine's side answers, one answer a question:
     Commit -> Committed   only now the version is raised
     Abort  -> Aborted     also whenever a lease runs out or the connection ends
     Ask    -> Told        state, version, and fingerprints where they are asked for
+    Digest -> Digests     of the engine's own parameters, under its own names
+    List   -> Listed      the tensors that the engine takes, before anything is agreed on
 
 Anything may be answered by Refused, with the reason. Frames are msgpack by a schema, never pickle; each
-has its length in front, its number and a keyed checksum, so that a frame that was dropped, doubled,
-swapped, cut or altered ends the connection, and with it the transaction.
+has its number and a keyed checksum (framing.py), so that one that was dropped, doubled, swapped, cut or
+altered ends the connection, and with it the transaction.
 """
 
-import hashlib
-import hmac
-import struct
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from convtools.refit.errors import FrameError
 
+InFlight = Literal["drain", "abort", "keep"]
+DRAIN: InFlight = "drain"
+ABORT: InFlight = "abort"
+KEEP: InFlight = "keep"
+"""Requests in flight when weights change: they finish first, end with an error, or go on with the new."""
 CLEAN, UPDATING, POISONED = "clean", "updating", "poisoned"
 """Whole at its version; in a transaction; may hold a mix and does not serve."""
 
 PROTOCOL = 1
-MAX_FRAME = 64 << 20
-"""Bytes of the largest frame: the list of a model's tensors."""
 MAX_TENSORS = 1 << 20
 MAX_PARTS = 1 << 17
 """Parts of one bucket."""
@@ -76,7 +78,7 @@ class Agree(_Message, frozen=True):
 
 
 class Agreed(_Message, frozen=True):
-    """The engine takes exactly that, and where it stands."""
+    """The engine takes exactly that, and where it stands; `policies`: what requests in flight may do."""
 
     digest: bytes
     state: str
@@ -85,6 +87,7 @@ class Agreed(_Message, frozen=True):
     incarnation: str
     mode: str
     undo_bytes: int
+    policies: Annotated[list[str], Meta(max_length=16)] = []
 
 
 class Open(_Message, frozen=True):
@@ -99,6 +102,9 @@ class Open(_Message, frozen=True):
     force: bool = False
     fingerprints: bool = True
     """Whether Prepare will bring them."""
+    in_flight: InFlight = DRAIN
+    flush: bool = True
+    """Whether KV and prefix caches are emptied by the commit."""
 
 
 class Opened(_Message, frozen=True):
@@ -149,10 +155,11 @@ class Commit(_Message, frozen=True):
 
 
 class Committed(_Message, frozen=True):
-    """It is served, under this version."""
+    """It is served, under this version; `flushed`: whether there were caches, and they were emptied."""
 
     token: int
     version: int
+    flushed: bool = False
 
 
 class Abort(_Message, frozen=True):
@@ -177,6 +184,13 @@ class Ask(_Message, frozen=True):
     fingerprints: Annotated[str, Meta(pattern="^(none|serves|pending)$")] = "none"
 
 
+class WeakRow(Struct, array_like=True, frozen=True):
+    """A tensor that the engine cannot read back, and why; its fingerprint is of the bytes as they came."""
+
+    tensor: Count
+    why: Annotated[str, Meta(max_length=1024)]
+
+
 class Told(_Message, frozen=True):
     """An answer to Ask; `fingerprints` in the order of the plan."""
 
@@ -184,6 +198,33 @@ class Told(_Message, frozen=True):
     version: int
     token: int
     fingerprints: Fingerprints = []
+    weaker: Annotated[list[WeakRow], Meta(max_length=MAX_TENSORS)] = []
+
+
+class Digest(_Message, frozen=True):
+    """What the engine's own parameters look like, which may be fused, packed or cut; `of`: see Digests."""
+
+    of: Annotated[list[Count], Meta(max_length=MAX_TENSORS)] = []
+
+
+class Digests(_Message, frozen=True):
+    """Digest by parameter, comparable with others of this engine only, none where it has no other form.
+
+    `touched`: for each tensor of `of`, the parameters that a change of it changes; empty if not known.
+    """
+
+    values: Annotated[dict[Name, Annotated[bytes, Meta(max_length=64)]], Meta(max_length=MAX_TENSORS)]
+    touched: Annotated[list[list[Name]], Meta(max_length=MAX_TENSORS)] = []
+
+
+class List(_Message, frozen=True):
+    """Which tensors the engine takes."""
+
+
+class Listed(_Message, frozen=True):
+    """All of them, those included that share their memory with another."""
+
+    tensors: Annotated[list[TensorRow], Meta(max_length=MAX_TENSORS)]
 
 
 class Refused(_Message, frozen=True):
@@ -194,23 +235,12 @@ class Refused(_Message, frozen=True):
     version: int
 
 
-Question = Agree | Open | Bucket | Prepare | Commit | Abort | Ask
-Answer = Agreed | Opened | Consumed | Prepared | Committed | Aborted | Told | Refused
+Question = Agree | Open | Bucket | Prepare | Commit | Abort | Ask | Digest | List
+Answer = Agreed | Opened | Consumed | Prepared | Committed | Aborted | Told | Digests | Listed | Refused
 
 _ENCODER = msgspec.msgpack.Encoder()
 _QUESTIONS = msgspec.msgpack.Decoder(Question)
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
-_MAGIC = b"cvR1"
-_HEADER = struct.Struct("<4sIQ16s")
-HEADER_NBYTES = _HEADER.size
-
-
-class Head(NamedTuple):
-    """The front of a frame."""
-
-    length: int
-    number: int
-    mac: bytes
 
 
 def wire_text(reason: object, most: int = 4096) -> str:
@@ -237,51 +267,3 @@ def decode_answer(data: bytes | memoryview) -> Answer:
         return _ANSWERS.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FrameError("a frame is not of the schema", found=str(error)[:200]) from None
-
-
-class Framing:
-    """One direction of a connection: its key, and the number of the next frame.
-
-    >>> Framing(b"k").unframe(Framing(b"k").frame(b"hello"))
-    b'hello'
-    """
-
-    def __init__(self, key: bytes) -> None:
-        self._key, self._number = key, 0
-
-    def frame(self, payload: bytes) -> bytes:
-        """The payload with its length, number and checksum in front. Raises FrameError if it is too long."""
-        if len(payload) > MAX_FRAME:
-            raise FrameError("a frame is too long", expected=f"at most {MAX_FRAME} bytes", found=len(payload))
-        number, self._number = self._number, self._number + 1
-        return _HEADER.pack(_MAGIC, len(payload), number, self._mac(number, payload)) + payload
-
-    def head(self, header: bytes, most: int = MAX_FRAME) -> Head:
-        """The front of the next frame, before anything is allocated for it. Raises FrameError."""
-        magic, length, number, mac = _HEADER.unpack(header)
-        if magic != _MAGIC:
-            raise FrameError("what arrived is not a frame", expected=_MAGIC, found=magic)
-        if length > most:
-            raise FrameError("a frame is too long", expected=f"at most {most} bytes", found=length)
-        if number != self._number:
-            raise FrameError("a frame was lost, doubled or swapped", expected=self._number, found=number)
-        return Head(length, number, mac)
-
-    def check(self, head: Head, payload: bytes | bytearray) -> None:
-        """Accept the payload of `head`, and go on to the next frame. Raises FrameError if it was altered."""
-        if len(payload) != head.length or not hmac.compare_digest(self._mac(head.number, payload), head.mac):
-            raise FrameError("a frame was altered on its way, or was not made with this key")
-        self._number += 1
-
-    def unframe(self, data: bytes) -> bytes:
-        """The payload of one whole frame. Raises FrameError."""
-        if len(data) < HEADER_NBYTES:
-            raise FrameError("a frame was cut short", found=f"{len(data)} bytes")
-        head, payload = self.head(data[:HEADER_NBYTES]), data[HEADER_NBYTES:]
-        self.check(head, payload)
-        return payload
-
-    def _mac(self, number: int, payload: bytes | bytearray) -> bytes:
-        made = hashlib.blake2b(number.to_bytes(8, "little"), key=self._key[:64], digest_size=16)
-        made.update(payload)
-        return made.digest()

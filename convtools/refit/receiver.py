@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from convtools.equality.fingerprint import Fingerprint
-from convtools.errors import ConvtoolsError, tick
+from convtools.errors import ConvtoolsError
 from convtools.refit.applier import Applier
 from convtools.refit.coverage import Coverage
 from convtools.refit.errors import NotServing, RefitError
 from convtools.refit.gate import Gate
 from convtools.refit.plan import RefitPlan, Tensor, make_plan
 from convtools.refit.protocol import (
+    ABORT,
     CLEAN,
+    DRAIN,
+    KEEP,
     POISONED,
     PROTOCOL,
     UPDATING,
@@ -38,6 +40,8 @@ from convtools.refit.protocol import (
     Commit,
     Committed,
     Consumed,
+    Digest,
+    List,
     Open,
     Opened,
     Prepare,
@@ -47,7 +51,8 @@ from convtools.refit.protocol import (
     Told,
     wire_text,
 )  # fmt: skip
-from convtools.refit.transaction import Transaction, packed
+from convtools.refit.readback import digests_of, fingerprints_of, list_of
+from convtools.refit.transaction import Transaction
 
 MAX_LEASE = 3600.0
 
@@ -63,7 +68,9 @@ class Receiver:
     """One engine's weights: their state, their version, and the transaction that changes them.
 
     `flush` is called after the swap and before the version is raised (KV and prefix caches): what it
-    raises fails the push. `drain` is how long requests in flight may take until they must be out.
+    raises fails the push. `drain` is how long requests in flight may take until they must be out;
+    `in_flight` is called with the trainer's policy for them once nobody is let in any more (abort: end
+    them; keep: leave between two tokens, come back, and recompute what was cached). Without it they drain.
     """
 
     def __init__(
@@ -73,12 +80,14 @@ class Receiver:
         version: int = 0,
         flush: Callable[[], None] | None = None,
         drain: float = 10.0,
+        in_flight: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         """Another one after every start of the engine."""
         self.gate = Gate()
         self._applier, self._flush, self._drain, self._clock = applier, flush, drain, clock
+        self._in_flight, self._received = in_flight, dict[str, bytes]()
         self._state, self._version, self._token = CLEAN, version, 0
         self._transaction: Transaction | None = None
         self._agreed: dict[object, RefitPlan] = {}
@@ -96,10 +105,18 @@ class Receiver:
         """Of the last commit."""
         return self._version
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """What requests in flight may do when the weights change."""
+        return (DRAIN,) if self._in_flight is None else (DRAIN, ABORT, KEEP)
+
     @contextmanager
-    def serving(self) -> Iterator[int]:
-        """Hold the weights still for one request; gives their version. Raises NotServing."""
-        with self.gate.request():
+    def serving(self, wait: float = 0.0) -> Iterator[int]:
+        """Hold the weights still for one request; gives their version.
+
+        Raises NotServing where they are being changed, or not whole, for longer than `wait` seconds.
+        """
+        with self.gate.request(wait):
             if self._state == POISONED:
                 raise NotServing("the engine may hold a mix of two versions", fix="push all weights again")
             yield self._version
@@ -153,6 +170,10 @@ class Receiver:
                 return self._open(message, owner)
             case Ask():
                 return self._ask(message, owner)
+            case Digest():
+                return digests_of(self._planned(owner), self._applier, message)
+            case List():
+                return list_of(self._applier)
         current = self._current(message, owner)
         match message:
             case Bucket():
@@ -198,7 +219,7 @@ class Receiver:
         self._agreed[owner] = plan
         return Agreed(
             plan.digest, self._state, self._version, self._token, self.incarnation,
-            self._applier.mode, self._applier.undo_bytes(),
+            self._applier.mode, self._applier.undo_bytes(), list(self.policies),
         )  # fmt: skip
 
     def _open(self, message: Open, owner: object) -> Opened:
@@ -215,13 +236,19 @@ class Receiver:
             raise RefitError(
                 "a version is never lowered", expected=f">= {self._version}", found=message.version
             )
+        if message.in_flight not in self.policies:
+            raise RefitError(
+                "the engine cannot do that with requests in flight",
+                expected=" or ".join(self.policies), found=message.in_flight,
+            )  # fmt: skip
         lease = min(message.lease, MAX_LEASE)
         if self._applier.in_place():
-            self.gate.close(self._drain)
+            self._close_gate(message.in_flight)
         self._token = message.token
         self._transaction = Transaction(
             message.token, message.attempt, owner, message.version, plan, lease,
             self._clock() + lease, self._state, Coverage(plan), fingerprints=message.fingerprints,
+            in_flight=message.in_flight, flush=message.flush,
         )  # fmt: skip
         self._state = UPDATING
         try:
@@ -240,6 +267,9 @@ class Receiver:
 
     def _prepare(self, now: Transaction, message: Prepare) -> Prepared:
         now.check_whole(message.fingerprints, self._aliases())
+        load: Callable[[], None] | None = getattr(self._applier, "prepare", None)
+        if load is not None:
+            load()
         now.prepared = True
         return Prepared(message.token)
 
@@ -250,14 +280,21 @@ class Receiver:
     def _commit(self, now: Transaction) -> Committed:
         if not now.prepared:
             raise RefitError("Commit before Prepare")
-        self.gate.close(self._drain)
+        self._close_gate(now.in_flight)
         self._applier.swap(now.version)
-        if self._flush is not None:
+        flushes = self._flush is not None and now.flush
+        if self._flush is not None and flushes:
             self._flush()
         self._version, self._state, self._transaction, self.reason = now.version, CLEAN, None, ""
+        self._received = now.received()
         self._applier.finish()
         self.gate.open()
-        return Committed(now.token, self._version)
+        return Committed(now.token, self._version, flushes)
+
+    def _close_gate(self, policy: str) -> None:
+        """Let nobody in; those inside do what the trainer chose for them."""
+        leave = self._in_flight
+        self.gate.close(self._drain, None if leave is None else lambda: leave(policy))
 
     def _abort(self, reason: str) -> None:
         """End the open transaction, if there is one, without raising the version."""
@@ -279,18 +316,18 @@ class Receiver:
     def _ask(self, message: Ask, owner: object) -> Told:
         if message.fingerprints == "none":
             return Told(self._state, self._version, self._token)
-        plan, now = self._agreed.get(owner), self._transaction
+        plan, now = self._planned(owner), self._transaction
+        if message.fingerprints == "pending":
+            if now is None or now.owner is not owner or not now.prepared:
+                raise RefitError("nothing is pending")
+            read, received = self._applier.pending, now.received()
+        else:
+            read, received = self._applier.serves, self._received
+        found, weaker = fingerprints_of(plan, self._applier, read, received)
+        return Told(self._state, self._version, self._token, found, weaker)
+
+    def _planned(self, owner: object) -> RefitPlan:
+        plan = self._agreed.get(owner)
         if plan is None:
-            raise RefitError("fingerprints of a plan that was not agreed on")
-        pending = message.fingerprints == "pending"
-        if pending and (now is None or now.owner is not owner or not now.prepared):
-            raise RefitError("nothing is pending")
-        found = []
-        for tensor in plan.tensors:
-            data = self._applier.pending(tensor) if pending else self._applier.serves(tensor)
-            if data is None:
-                raise RefitError(f"{tick(tensor.name)} cannot be read back from this engine")
-            value = Fingerprint()
-            value.add(0, data.data)
-            found.append(packed(value))
-        return Told(self._state, self._version, self._token, found)
+            raise RefitError("tensors of a plan that was not agreed on")
+        return plan

@@ -1,7 +1,10 @@
 """What a push, a comparison or a self-test found."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from convtools.refit.plan import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,8 @@ class SinkReport:
     """Memory it holds for that, beside the staging buffers."""
     consume_seconds: float
     """Spent by the sink on verifying and applying buckets."""
+    flushed: bool = False
+    """Whether the commit emptied KV and prefix caches; False where there are none, or it was not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,9 @@ class PushReport:
     sinks: tuple[SinkReport, ...]
     unchecked: tuple[str, ...] = ()
     """Guards that were switched off."""
+    changed: int | None = None
+    """Tensors that are not as in the push before; None for the first, or without fingerprints. 0 after a
+    step of the optimizer means that what was pushed is stale."""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -63,10 +71,12 @@ class VerifyReport:
     """Sink -> tensors that are not those of the source; no entry where all are equal."""
     unreadable: dict[str, str]
     """Sink -> why its tensors could not be read back; those were not compared."""
+    weaker: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Sink -> tensor -> why it was not read back from the engine; compared as the bytes came instead."""
 
     @property
     def equal(self) -> bool:
-        """Whether every sink was compared and holds what the source holds."""
+        """Whether every sink was compared and holds what the source holds, as far as it can be read."""
         return not self.differing and not self.unreadable
 
 
@@ -75,15 +85,24 @@ class CheckReport:
     """The self-test."""
 
     identity: bool
-    """Whether a push of the same weights left every fingerprint as it was."""
+    """Whether a push of the same weights left fingerprints, digests and outputs as they were."""
     canaries: tuple[str, ...]
     """Tensors, one of each kind, of which one element was changed by one unit in the last place."""
     faults: tuple[str, ...]
     """What was not as it must be."""
-    skipped: dict[str, str]
-    """Sink -> why it could not be tested."""
+    weaker: dict[str, dict[str, str]]
+    """Sink -> tensor -> why its bytes could not be read back from the engine."""
+    digests: dict[str, int]
+    """Sink -> how many of its own parameters were watched."""
+    outputs: tuple[str, ...]
+    """Sinks whose answers were compared."""
 
     @property
     def ok(self) -> bool:
-        """Whether all of it ran and was as it must be."""
-        return self.identity and not self.faults and not self.skipped
+        """Whether all was as it must be."""
+        return self.identity and not self.faults
+
+
+def differing(tensors: Sequence[Tensor], a: Sequence[bytes], b: Sequence[bytes]) -> tuple[str, ...]:
+    """Names of tensors of which two lists of fingerprints differ."""
+    return tuple(tensor.name for tensor, x, y in zip(tensors, a, b, strict=True) if x != y)

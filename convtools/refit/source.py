@@ -15,7 +15,7 @@ from convtools.equality.live import Shards, named_tensors
 from convtools.equality.reading import Memory, Reader
 from convtools.errors import UsageError, capped, tick
 from convtools.refit.errors import RefitError
-from convtools.refit.plan import Part, Tensor
+from convtools.refit.plan import Part, PlannedBucket, Tensor
 from convtools.refit.weights import described, flat_bytes
 from convtools.stores.base import Payload
 from convtools.stores.move import Unit
@@ -29,11 +29,17 @@ class PushSource(Protocol):
     piecemeal: bool
     """Whether `fill` takes any run of a part, of which it then looks at start and nbytes only."""
 
+    leads: bool
+    """Whether this process talks to the sinks; of several ranks with one model, one does."""
+
     def tensors(self) -> tuple[Tensor, ...]:
         """What there is, in order; the same at every call."""
 
     def begin(self) -> None:
         """A push begins. Raises RefitError where the tensors are no longer those of the plan."""
+
+    def bucket(self, index: int, planned: PlannedBucket) -> None:
+        """The parts of this bucket come next."""
 
     def fill(self, tensor: Tensor, part: Part, to: memoryview) -> None:
         """The bytes of a part."""
@@ -49,6 +55,7 @@ class LiveSource:
     """Named tensors in memory, a module, or a call that gives them at each push."""
 
     piecemeal = True
+    leads = True
 
     def __init__(self, given: "Named | Callable[[], Named] | Any", tied: Mapping[str, str]) -> None:
         """`tied`: name -> the name it must repeat. Raises UsageError."""
@@ -114,6 +121,9 @@ class LiveSource:
         self._last = (name, flat)
         return flat
 
+    def bucket(self, index: int, planned: PlannedBucket) -> None:
+        """Nothing to do: all of it is here."""
+
     def fill(self, tensor: Tensor, part: Part, to: memoryview) -> None:
         """Copy."""
         import numpy as np
@@ -138,6 +148,7 @@ class SideSource:
     """A checkpoint of any format, or Megatron shards in memory, as Hugging Face tensors."""
 
     piecemeal = False
+    leads = True
 
     def __init__(self, side: Side) -> None:
         """Raises UsageError for a manifest, which holds no bytes."""
@@ -208,6 +219,9 @@ class SideSource:
                 self._plain.into(blob.path, blob.offset + first, view)
                 made.add(at + first, view)
         return made.value
+
+    def bucket(self, index: int, planned: PlannedBucket) -> None:
+        """Nothing to do: each part is gathered when it is filled."""
 
     def fill(self, tensor: Tensor, part: Part, to: memoryview) -> None:
         """Gather by the moves of the plan; worked out at the first push."""

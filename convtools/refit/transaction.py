@@ -11,7 +11,7 @@ from convtools.refit.bucket import checksum
 from convtools.refit.coverage import Coverage
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import RefitPlan
-from convtools.refit.protocol import FINGERPRINT_NBYTES, Bucket, PartRow
+from convtools.refit.protocol import DRAIN, FINGERPRINT_NBYTES, Bucket, PartRow
 from convtools.stores.base import DTYPE_NBYTES
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Transaction:
     seen: set[int] = field(default_factory=set)
     values: dict[int, Fingerprint] = field(default_factory=dict)
     fingerprints: bool = True
+    in_flight: str = DRAIN
+    flush: bool = True
     prepared: bool = False
 
     def consume(self, bucket: Bucket, data: memoryview, applier: Applier, aliases: Mapping[str, str]) -> None:
@@ -68,6 +70,10 @@ class Transaction:
             lies = applier.write(tensor, part.start + at, data[at : at + step])
             if value is not None:  # of the bytes where they lie now, not of those in the bucket
                 value.add(part.start + at, lies.data)
+
+    def received(self) -> dict[str, bytes]:
+        """Fingerprints of the bytes as they came, by tensor, where they were taken."""
+        return {self.plan.tensors[i].name: packed(value) for i, value in self.values.items()}
 
     def check_whole(self, fingerprints: list[bytes], aliases: Mapping[str, str]) -> None:
         """Raises RefitError unless every element has come once, as it was sent, and ties hold."""

@@ -41,7 +41,12 @@ class Engine:
     """A receiver over a model of version 0."""
 
     def __init__(
-        self, mode: str = "shadow", *, flush: Callable[[], None] | None = None, slow: float = 0
+        self,
+        mode: str = "shadow",
+        *,
+        flush: Callable[[], None] | None = None,
+        slow: float = 0,
+        in_flight: Callable[[str], None] | None = None,
     ) -> None:
         self.tensors = model(0)
         weights = TensorWeights(self.tensors)
@@ -59,7 +64,7 @@ class Engine:
                 return write(*args)
 
             self.applier.write = slowly
-        self.receiver = Receiver(self.applier, flush=flush, drain=2)
+        self.receiver = Receiver(self.applier, flush=flush, drain=2, in_flight=in_flight)
         self.mixes: list[Any] = []
         self.served: set[int] = set()
 

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 
-@pytest.mark.parametrize("name", ["guard", "plan", "protocol"])
+@pytest.mark.parametrize("name", ["framing", "guard", "packing", "plan"])
 def test_examples(name: str) -> None:
     result = doctest.testmod(import_module(f"convtools.refit.{name}"))
     assert result.failed == 0 and result.attempted > 0

@@ -16,8 +16,9 @@ from convtools.refit.channels import connection as connections, local_memory
 from convtools.refit.channels.connection import Connection, accept_peer, dial_peer
 from convtools.refit.channels.local_memory import Server, dial, private_directory, read_key
 from convtools.refit.errors import FrameError, PeerError, RefitError
+from convtools.refit.framing import MAX_FRAME
 from convtools.refit.plan import make_plan
-from convtools.refit.protocol import MAX_FRAME, Agreed, Ask, Refused, Told, decode_answer, encode
+from convtools.refit.protocol import Agreed, Ask, Refused, Told, decode_answer, encode
 from convtools.refit.sinks.base import agree
 from convtools.refit.sinks.local import LocalSink
 from convtools.refit.sync import WeightSync

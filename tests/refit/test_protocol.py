@@ -5,13 +5,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from convtools.refit.errors import FrameError
+from convtools.refit.framing import HEADER_NBYTES, MAX_FRAME, Framing
 from convtools.refit.protocol import (
-    HEADER_NBYTES,
-    MAX_FRAME,
     Ask,
     Bucket,
     Commit,
-    Framing,
     Open,
     PartRow,
     Told,

@@ -328,7 +328,7 @@ def test_a_failed_flush_fails_the_push(mode: str) -> None:
     assert trainer.open() == Opened(2)
     trainer.buckets()
     trainer.prepare()
-    assert trainer.commit() == Committed(2, 1) and engine.look() == 1 and not engine.mixes
+    assert trainer.commit() == Committed(2, 1, flushed=True) and engine.look() == 1 and not engine.mixes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -418,7 +418,7 @@ def test_swapped_weights_are_never_copied_and_swap_back() -> None:
     trainer.open()
     trainer.buckets()
     trainer.prepare()
-    assert trainer.commit() == Committed(2, 1)
+    assert trainer.commit() == Committed(2, 1, flushed=True)
     assert {float(v) for n in used for v in used[n].view(engine.tensors[n].dtype)} == {1.0}
     assert versions_in(engine.tensors) == {0.0}  # the old memory, now the shadow
 

@@ -1,5 +1,7 @@
 """`WeightSync` over real channels: what was pushed is served, and what must not be is refused by name."""
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +72,164 @@ def test_the_self_test_passes_and_finds_engines_that_are_not_right() -> None:
         assert not report.ok and any("`head` did not show" in fault for fault in report.faults)
 
 
-def test_an_engine_that_cannot_go_back_is_not_given_canaries() -> None:
+def test_an_engine_that_cannot_go_back_is_healed_after_the_canaries() -> None:
     engine = Engine("quarantine")
-    with WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=4096) as sync:
-        report = sync.check()
-    assert not report.ok and set(report.skipped) == {"direct"} and engine.look() == 0
+    with WeightSync(model(0), [DirectSink(engine.receiver)], bucket_bytes=4096) as sync:
+        assert sync.check().ok
+        assert engine.look() == 0 and sync.verify().equal and not engine.mixes
+
+
+class Packed:
+    """An applier over another whose engine keeps its tensors in another form, made when all have come."""
+
+    def __init__(self, engine: Engine, *, stale: str = "", grows: str = "") -> None:
+        self._over, self._stale, self._grows = engine.applier, stale, grows
+        self.own = self._made()
+        self.loads = 0
+
+    def _made(self) -> dict[str, bytes]:
+        return {f"packed.{n}": t.tobytes()[::-1] for n, t in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Any]:
+        return {t: self._over._weights.buffer(t) for t in self._over._weights.tensors()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._over, name)
+
+    def prepare(self) -> None:
+        self.loads += 1
+        made = self._made()
+        for name, data in made.items():
+            if name != self._stale:
+                self.own[name] = data + (bytes([self.loads]) if name == self._grows else b"")
+
+    def abort(self) -> bool:
+        back = bool(self._over.abort())
+        if back:
+            self.own = self._made()
+        return back
+
+    def serves(self, tensor: Any) -> None:
+        return None
+
+    pending = serves
+
+    def weaker(self, tensor: Any) -> str:
+        return f"{tensor.name} is packed"
+
+    def digests(self) -> dict[str, bytes]:
+        return {name: hashlib.sha256(data).digest() for name, data in self.own.items()}
+
+    def touches(self, tensor: Any) -> tuple[str, ...]:
+        return (f"packed.{tensor.name}",)
+
+
+@pytest.mark.parametrize("mode", ["quarantine", "undo"])
+def test_the_self_test_of_an_engine_that_packs_its_tensors(mode: str) -> None:
+    def checked(**wrong: str) -> Any:
+        engine = Engine(mode)
+        engine.receiver._applier = packed = Packed(engine, **wrong)  # type: ignore[assignment]
+        sink = DirectSink(engine.receiver)
+        with WeightSync(model(0), [sink], bucket_bytes=4096) as sync:
+            with pytest.raises(RefitError, match=r"`direct` refused: .*cannot be read back") as caught:
+                sync._links[0].refresh(sync.plan, sync._ring, 5, False)
+                sync._links[0].told("serves", len(sync.plan.tensors), 5)
+            assert "push once" in str(caught.value)
+            report = sync.check()
+            assert sync.verify().weaker == {
+                "direct": {t.name: f"{t.name} is packed" for t in sync.plan.tensors}
+            }
+            assert engine.look() == 0 and packed.loads >= 3
+        return report
+
+    report = checked()
+    assert report.ok and report.digests == {"direct": 7} and len(report.weaker["direct"]) == 7
+    report = checked(stale="packed.layers.0.norm")
+    assert report.identity and report.faults == (
+        "direct: `packed.layers.0.norm` did not change with `layers.0.norm`: it is stale",
+    )
+    report = checked(grows="packed.layers.1.w")
+    assert not report.identity
+    assert report.faults[0] == "direct: a second push of the same weights changed `packed.layers.1.w`"
+
+
+def test_the_base_version_is_pushed_again_to_a_sink_that_holds_a_mix() -> None:
+    engines, source, pushed = [Engine("quarantine"), Engine("shadow")], model(1), []
+
+    def base(version: int) -> Any:
+        pushed.append(version)
+        return model(version)
+
+    sinks = [DirectSink(e.receiver, str(i)) for i, e in enumerate(engines)]
+    with WeightSync(source, sinks, bucket_bytes=4096, base=base) as sync:
+        sync.push(1)
+        refill(source, 2)
+        source["head"].reshape(-1)[0] = 7
+        source["layers.2.w"][0, 0] = np.nan
+        with pytest.raises(
+            RefitError, match=r"(?s)holds NaN.*`0` clean at version 1, `1` clean at version 1"
+        ):
+            sync.push(2)
+        assert pushed == [1] and [e.look() for e in engines] == [1, 1]
+        refill(source, 3)
+        assert sync.push(3).changed == 7 and [e.look() for e in engines] == [3, 3]
+        assert sync.push(3).changed == 0
+    assert not any(e.mixes for e in engines)
+
+
+def test_what_requests_in_flight_do_and_the_flush_are_the_trainers_choice() -> None:
+    asked: list[str] = []
+    for policy in ("drain", "abort", "keep"):
+        for mode in ("shadow", "undo"):
+            engine = Engine(mode, flush=lambda: asked.append("flush"), in_flight=asked.append)
+            with WeightSync(
+                model(1), [DirectSink(engine.receiver)], bucket_bytes=4096,
+                in_flight=policy, flush=policy == "keep",
+            ) as sync:  # fmt: skip
+                report = sync.push(1)
+            assert set(asked) == {policy} | ({"flush"} if policy == "keep" else set())
+            assert report.sinks[0].flushed == (policy == "keep") == ("flush" not in report.unchecked)
+            asked.clear()
+    engine = Engine()
+    with (
+        WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=4096, in_flight="keep") as sync,
+        pytest.raises(RefitError, match="cannot do that with requests in flight"),
+    ):
+        sync.push(1)
+    assert engine.look() == 0
+
+
+def test_sinks_join_and_leave() -> None:
+    first, second = Engine(), Engine("quarantine")
+    with WeightSync(model(1), [DirectSink(first.receiver, "a")], bucket_bytes=4096) as sync:
+        sync.push(1)
+        with pytest.raises(UsageError, match="one name"):
+            sync.join(DirectSink(second.receiver, "a"))
+        sync.join(DirectSink(second.receiver, "b"))
+        sync.push(2)
+        assert (first.receiver.version, second.receiver.version) == (2, 2)
+        sync.leave("a")
+        sync.push(3)
+        assert (first.receiver.version, second.receiver.version) == (2, 3)
+        with pytest.raises(UsageError, match="no such sink"):
+            sync.leave("a")
+
+
+def test_a_trace_tells_of_every_bucket_and_is_json_at_any_time(tmp_path: Path) -> None:
+    engine, where, seen = Engine(), tmp_path / "trace.json", [0]
+    with WeightSync(
+        model(1), [DirectSink(engine.receiver, "e")], bucket_bytes=4096, trace=where,
+        progress=lambda n: seen.__setitem__(0, seen[0] + n),
+    ) as sync:  # fmt: skip
+        report = sync.push(1)
+    events = json.loads(where.read_text())
+    spans = [e["name"] for e in events if e["ph"] == "X"]
+    assert spans.count("pack") == spans.count("consume") == report.buckets
+    assert {"open", "prepare", "commit", "push"} <= set(spans)
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"trainer", "e", "push", "refit"}
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X") and seen[0] == report.nbytes
+    with pytest.raises(UsageError, match="no trace can be written"):
+        WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=4096, trace=where)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

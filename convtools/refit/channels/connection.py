@@ -15,7 +15,7 @@ import struct
 import time
 
 from convtools.refit.errors import FrameError, PeerError
-from convtools.refit.protocol import HEADER_NBYTES, Framing
+from convtools.refit.framing import HEADER_NBYTES, Framing
 
 _HELLO = b"convtools refit/1\n"
 _NONCE = 32

@@ -19,7 +19,8 @@ from typing import Self
 from convtools.refit.bucket import RingView
 from convtools.refit.channels.connection import Connection, accept_peer, dial_peer
 from convtools.refit.errors import FrameError, PeerError, RefitError
-from convtools.refit.protocol import MAX_FRAME, Agree, decode_question, encode
+from convtools.refit.framing import MAX_FRAME
+from convtools.refit.protocol import Agree, decode_question, encode
 from convtools.refit.receiver import Receiver
 
 SOCKET, KEY = "refit.sock", "refit.key"

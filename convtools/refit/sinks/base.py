@@ -49,6 +49,10 @@ class DirectSink:
         self._ring = ring
         return self.receiver.handle(agree(plan, ring), self, ring)
 
+    def inquire(self, question: Question, timeout: float) -> Answer:
+        """One question before anything is agreed on."""
+        return self.receiver.handle(question, object(), None)
+
     def send(self, question: Question, timeout: float) -> None:
         """It is answered at once."""
         self._answers.append(self.receiver.handle(question, self, self._ring))

@@ -1,4 +1,4 @@
-"""A Hugging Face directory as a sink: the same transaction, into files beside it; the commit is a rename.
+"""A directory as a sink: the same transaction, into files beside it; the commit is a rename.
 
 Under the destination lies the old checkpoint whole or the new one whole. What a push brought, and as
 which version, is written beside the weights.
@@ -11,11 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from convtools.conversion.options import Options
 from convtools.errors import UsageError, tick
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import RefitPlan, Tensor
 from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import DirectSink
+from convtools.refit.sinks.side_files import NOTE
 from convtools.staging import Staging, check_space
 from convtools.stores.hf import is_hf
 from convtools.stores.hf_write import INDEX_NAME, HFPlan, plan_hf
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     Bytes = np.ndarray[Any, Any]
-
-NOTE = "convtools_refit.json"
-"""Version and plan of the push that wrote a directory."""
 
 
 class CheckpointApplier:
@@ -47,6 +46,7 @@ class CheckpointApplier:
         if "config.json" not in files:
             raise UsageError("a checkpoint needs a config.json", fix="give its content in `files`")
         self._dst, self._files, self._max, self._fsync = dst, dict(files), max_shard_size, fsync
+        self._aside = dst  # what is written becomes this
         self._layout: HFPlan | None = None
         self._digest = ""
         self._places: dict[str, tuple[str, int]] = {}
@@ -71,7 +71,7 @@ class CheckpointApplier:
         self._layout = plan_hf([(t.name, t.dtype, t.shape) for t in plan.tensors], self._max)
         self._digest = plan.digest.hex()
         check_space(self._dst, sum(f.nbytes for f in self._layout.files))
-        staging = Staging(self._dst, overwrite=True, replaceable=_refusal, fsync=self._fsync)
+        staging = Staging(self._aside, overwrite=True, replaceable=_refusal, fsync=self._fsync)
         self._staging = self._open.enter_context(staging)
         for file in self._layout.files:
             path = staging.file(file.path)
@@ -99,15 +99,23 @@ class CheckpointApplier:
             raise RefitError(f"{tick(tensor.name)} cannot be read back", where=f"{path}:{at + start}")
         return back
 
-    def swap(self, version: int) -> None:
-        """Publish: files to disk, the index and the note last, one rename."""
-        assert self._staging is not None and self._layout is not None
-        note = {"version": version, "plan": self._digest}
-        for name, content in (self._files | {NOTE: json.dumps(note).encode() + b"\n"}).items():
+    def prepare(self) -> None:
+        """Everything to disk, so that the commit has little left to fail of. Raises StorageError."""
+        assert self._staging is not None
+        for name, content in self._files.items():
             with self._staging.open(name) as file:
                 file.write(content)
-        self._staging.commit({INDEX_NAME: self._layout.index} if self._layout.index else {})
+        self._staging.flush()
+
+    def swap(self, version: int) -> None:
+        """Publish: the note and the index last, one rename."""
+        assert self._staging is not None and self._layout is not None
+        index = {INDEX_NAME: self._layout.index} if self._layout.index else {}
+        self._staging.commit({NOTE: self._note(version)} | index)
         self._leave()
+
+    def _note(self, version: int) -> bytes:
+        return json.dumps({"version": version, "plan": self._digest}).encode() + b"\n"
 
     def finish(self) -> None:
         """It is published."""
@@ -162,18 +170,25 @@ def _refusal(dst: Path) -> str | None:
 
 
 class CheckpointSink(DirectSink):
-    """A Hugging Face directory that each push replaces."""
+    """A directory that each push replaces: Hugging Face, or, with `options`, one of Megatron's formats."""
 
     def __init__(
         self,
         dst: str | os.PathLike[str],
         files: Mapping[str, bytes],
         *,
+        options: Options | None = None,
         name: str | None = None,
         max_shard_size: int = 5_000_000_000,
         fsync: bool = True,
     ) -> None:
-        """`files` as for `CheckpointApplier`. Raises UsageError."""
+        """`files` as for `CheckpointApplier`; `options` as for `convtools.convert`. Raises UsageError."""
         where = Path(dst)
-        applier = CheckpointApplier(where, files, max_shard_size=max_shard_size, fsync=fsync)
+        applier: CheckpointApplier
+        if options is None or options.to == "hf":
+            applier = CheckpointApplier(where, files, max_shard_size=max_shard_size, fsync=fsync)
+        else:
+            from convtools.refit.sinks.megatron import MegatronApplier
+
+            applier = MegatronApplier(where, files, options, fsync=fsync)
         super().__init__(Receiver(applier, version=version_of(where)), name or os.fspath(dst))

@@ -6,8 +6,9 @@ from convtools.refit.bucket import Ring
 from convtools.refit.channels.connection import Connection
 from convtools.refit.channels.local_memory import dial
 from convtools.refit.errors import PeerError
+from convtools.refit.framing import MAX_FRAME
 from convtools.refit.plan import RefitPlan
-from convtools.refit.protocol import MAX_FRAME, Answer, Question, decode_answer, encode
+from convtools.refit.protocol import Answer, Question, decode_answer, encode
 from convtools.refit.sinks.base import agree
 
 
@@ -28,6 +29,15 @@ class LocalSink:
 
     def _dial(self, timeout: float) -> Connection:
         return dial(self._directory, timeout)
+
+    def inquire(self, question: Question, timeout: float) -> Answer:
+        """One question on a connection of its own, before anything is agreed on. Raises PeerError."""
+        connection = self._dial(timeout)
+        try:
+            connection.send(encode(question), timeout)
+            return decode_answer(connection.receive(timeout, MAX_FRAME))
+        finally:
+            connection.close()
 
     def send(self, question: Question, timeout: float) -> None:
         """Raises PeerError, after which the connection is over."""

@@ -1,0 +1,145 @@
+"""All sinks of a sync and the transaction open in them: they prepare together, or give up together."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from convtools.errors import UsageError, capped, tick
+from convtools.refit.bucket import Ring
+from convtools.refit.errors import RefitError
+from convtools.refit.link import Link
+from convtools.refit.packing import Packer
+from convtools.refit.plan import RefitPlan
+from convtools.refit.protocol import Abort, Bucket, Commit, InFlight, Open, PartRow, Prepare, wire_text
+from convtools.refit.sinks.base import Sink
+from convtools.refit.trace import Trace
+
+
+class Fleet:
+    """Links to sinks, and one attempt at a time."""
+
+    def __init__(
+        self,
+        sinks: Iterable[Sink],
+        plan: RefitPlan,
+        ring: Ring,
+        *,
+        timeout: float,
+        lease: float,
+        in_flight: InFlight,
+        flush: bool,
+        trace: Trace,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Raises UsageError for two sinks of one name."""
+        self.links: list[Link] = []
+        self.plan, self.ring, self.timeout = plan, ring, timeout
+        self._lease, self._in_flight, self._flush = lease, in_flight, flush
+        self._trace, self._progress = trace, progress
+        self._attempt = b""
+        for sink in sinks:
+            self.join(sink)
+
+    def join(self, sink: Sink) -> None:
+        """One more. Raises UsageError."""
+        if any(link.name == sink.name for link in self.links):
+            raise UsageError("two sinks have one name", found=tick(sink.name))
+        self.links.append(Link(sink))
+
+    def leave(self, name: str) -> None:
+        """One less: hang up. Raises UsageError where there is none of that name."""
+        for link in self.links:
+            if link.name == name:
+                link.drop()
+                self.links.remove(link)
+                return
+        raise UsageError("no such sink", expected=capped(link.name for link in self.links), found=name)
+
+    def open(
+        self, version: int, *, force: bool, fingerprints: bool, only: Sequence[Link] | None = None
+    ) -> None:
+        """Begin an attempt everywhere. Raises RefitError."""
+        links = self.links if only is None else only
+        for link in links:
+            link.refresh(self.plan, self.ring, self.timeout, force)
+        self._attempt = secrets.token_bytes(16)
+        for link in links:
+            question = Open(
+                link.version, version, self.plan.digest, link.token + 1, self._attempt, self._lease, force,
+                fingerprints, self._in_flight, self._flush,
+            )  # fmt: skip
+            link.token += 1
+            with self._trace.timed("open", link.name):
+                link.open(question, self.timeout)
+
+    def stream(self, packer: Packer, canaries: frozenset[int] = frozenset()) -> None:
+        """Fill the ring and hand it over, bucket by bucket, until the last is consumed. Raises RefitError."""
+        slots, links = self.ring.slots, [link for link in self.links if link.is_open]
+        for index, bucket in enumerate(self.plan.buckets):
+            self._await(packer, links, index - slots + 1)
+            slot = index % slots
+            data = self.ring.slot(slot, bucket.nbytes)
+            with self._trace.timed("pack", "trainer", bucket=index, nbytes=bucket.nbytes):
+                mark = packer.pack(index, bucket, data, canaries)
+            rows = [PartRow(p.tensor, p.start, p.nbytes, p.offset) for p in bucket.parts]
+            for link in links:
+                question = Bucket(link.token, self._attempt, index, slot, bucket.nbytes, mark, rows)
+                link.send_bucket(question, self.timeout)
+            if self._progress is not None:
+                self._progress(sum(p.nbytes for p in bucket.parts))
+        self._await(packer, links, len(self.plan.buckets))
+
+    def _await(self, packer: Packer, links: list[Link], count: int) -> None:
+        """Until every sink has consumed `count` buckets."""
+        began = time.perf_counter()
+        for link in links:
+            while link.consumed < count:
+                seconds = link.await_bucket(self.timeout)
+                now = time.perf_counter()
+                self._trace.span("consume", link.name, now - seconds, now, bucket=link.consumed - 1)
+        ended = time.perf_counter()
+        packer.wait_seconds += ended - began
+        if count > 0:
+            self._trace.span("wait", "trainer", began, ended)
+
+    def prepare(self, fingerprints: list[bytes]) -> None:
+        """Everywhere. Raises RefitError at the first sink that has not all, or not the same."""
+        for link in self.links:
+            if link.is_open:
+                with self._trace.timed("prepare", link.name):
+                    link.prepare(Prepare(link.token, self._attempt, fingerprints), self.timeout)
+
+    def commit(self, version: int) -> None:
+        """Everywhere; a sink that fails now cannot take back what the others did, so all are tried.
+
+        Raises RefitError, with the state of each sink.
+        """
+        failed: list[str] = []
+        for link in [link for link in self.links if link.is_open]:
+            try:
+                with self._trace.timed("commit", link.name):
+                    link.commit(Commit(link.token, self._attempt), version, self.timeout)
+            except RefitError as error:
+                failed.append(error.what)
+                link.abort(Abort(link.token, self._attempt, "the commit failed"), self.timeout)
+        if failed:
+            raise RefitError(
+                f"version {version} was prepared everywhere and not committed everywhere",
+                found=f"{capped(failed)}; now {self.states()}",
+                fix="each sink serves one whole version or none; push again",
+            )
+
+    def abort(self, why: object) -> None:
+        """Everywhere."""
+        for link in self.links:
+            if link.is_open:
+                link.abort(Abort(link.token, self._attempt, wire_text(why, 1000)), self.timeout)
+
+    def states(self) -> str:
+        """For an error."""
+        return capped(f"{tick(link.name)} {link.state} at version {link.version}" for link in self.links)
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        for link in self.links:
+            link.drop()

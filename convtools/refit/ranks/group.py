@@ -1,0 +1,197 @@
+"""The ranks of one refit talk here: a gloo group of their own, a deadline on every wait.
+
+A group of its own, because gloo closes a group for good when a wait in it times out: the trainer's own
+groups must live on. Bytes only, framed by us: what torch would pickle is not used.
+"""
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from convtools.errors import ConvtoolsError, UsageError, capped, tick
+from convtools.refit.errors import FrameError, PeerError
+from convtools.refit.framing import MAX_FRAME
+
+if TYPE_CHECKING:
+    import torch
+
+_A = TypeVar("_A")
+CONTROL, HEADER, DATA = 71, 72, 73
+"""Tags: commands, what precedes a bucket's bytes, the bytes."""
+_COMMAND = struct.Struct("<4sIQ")
+_MAGIC = b"cvG1"
+_LAST_WORD = 3.0
+"""Seconds that the others look for what the lead said last, once the group is broken."""
+_NUMBERS = count()
+
+
+class RankGroup:
+    """Some ranks of a torch.distributed job; rank 0 of the group leads."""
+
+    def __init__(self, group: Any = None, timeout: float = 60.0) -> None:
+        """Collective over the ranks of `group` (None: all). Raises UsageError, PeerError."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise UsageError(
+                "several ranks need torch.distributed", fix="call torch.distributed.init_process_group first"
+            )
+        self.timeout = timeout
+        self._dist = dist
+        self.broken = ""
+        """Why the group cannot be used any more."""
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._members, self.size = members, len(members)
+        if dist.get_rank() not in members:
+            raise UsageError("this process is no rank of the group")
+        self.rank = members.index(dist.get_rank())
+        self._group = self._guarded(
+            lambda: dist.new_group(
+                members, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
+            ),
+            "the making of a group",
+        )
+        self._words = f"convtools-refit/{'-'.join(map(str, members))}/{next(_NUMBERS)}"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that talks to the engines."""
+        return self.rank == 0
+
+    def exchange(self, data: bytes, timeout: float | None = None) -> list[bytes]:
+        """Every rank's bytes, in order of the ranks. Raises PeerError, FrameError."""
+        import torch
+
+        until = time.monotonic() + (self.timeout if timeout is None else timeout)
+        if len(data) > MAX_FRAME:
+            raise FrameError("a rank has too much to say", expected=f"at most {MAX_FRAME} bytes")
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._all_gather(sizes, torch.tensor([len(data)]), until)
+        lengths = [int(s) for s in sizes]
+        if not all(0 <= n <= MAX_FRAME for n in lengths):
+            raise FrameError("a rank has too much to say", expected=f"at most {MAX_FRAME} bytes")
+        mine = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._all_gather(found, mine, until)
+        return [t[:n].numpy().tobytes() for t, n in zip(found, lengths, strict=True)]
+
+    def _all_gather(self, into: "list[torch.Tensor]", mine: "torch.Tensor", until: float) -> None:
+        work = self._guarded(
+            lambda: self._dist.all_gather(into, mine, group=self._group, async_op=True), "an exchange of all ranks"
+        )
+        self.wait(work, until, "an exchange of all ranks")
+
+    def post(self, tensor: "torch.Tensor", to: int, tag: int) -> Any:
+        """Begin to send; the tensor must not change until the work is over. Raises PeerError."""
+        return self._guarded(
+            lambda: self._dist.isend(tensor, self._members[to], group=self._group, tag=tag), f"rank {to}"
+        )
+
+    def expect(self, tensor: "torch.Tensor", of: int, tag: int) -> Any:
+        """Begin to receive. Raises PeerError."""
+        return self._guarded(
+            lambda: self._dist.irecv(tensor, self._members[of], group=self._group, tag=tag), f"rank {of}"
+        )
+
+    def broadcast(self, tensor: "torch.Tensor", of: int = 0) -> Any:
+        """Begin to send to all, or to receive from `of`. Raises PeerError."""
+        return self._guarded(
+            lambda: self._dist.broadcast(tensor, self._members[of], group=self._group, async_op=True), "a broadcast"
+        )
+
+    def wait(self, work: Any, until: float, whom: str) -> None:
+        """Until it is over. Raises PeerError, after which the group is broken, for it is for gloo."""
+        left = max(until - time.monotonic(), 0.001)
+        self._guarded(lambda: work.wait(timedelta(seconds=left)), whom)
+
+    def command(self, kind: int, value: int = 0, to: Sequence[int] | None = None, payload: bytes = b"") -> None:
+        """Tell ranks (by default all others) what to do next. Raises PeerError, FrameError."""
+        import torch
+
+        if payload:
+            value = len(payload)
+        head = torch.frombuffer(bytearray(_COMMAND.pack(_MAGIC, kind, value)), dtype=torch.uint8)
+        until, works = time.monotonic() + self.timeout, []
+        for rank in range(self.size) if to is None else to:
+            if rank == self.rank:
+                continue
+            works.append((rank, self.post(head, rank, CONTROL)))
+            if payload:
+                body = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                works.append((rank, self.post(body, rank, CONTROL)))
+        for rank, work in works:
+            self.wait(work, until, f"rank {rank}")
+
+    def told(self, timeout: float, of: int = 0, payloads: frozenset[int] = frozenset()) -> tuple[int, int, bytes]:
+        """(kind, value, payload) of the next command; kinds in `payloads` bring one. Raises PeerError."""
+        import torch
+
+        until = time.monotonic() + timeout
+        head = torch.zeros(_COMMAND.size, dtype=torch.uint8)
+        self.wait(self.expect(head, of, CONTROL), until, f"rank {of}")
+        magic, kind, value = _COMMAND.unpack(head.numpy().tobytes())
+        if magic != _MAGIC or (kind in payloads and value > MAX_FRAME):
+            raise FrameError("what came from a rank is no command", found=magic)
+        if kind not in payloads or not value:
+            return kind, value, b""
+        body = torch.zeros(value, dtype=torch.uint8)
+        self.wait(self.expect(body, of, CONTROL), until, f"rank {of}")
+        return kind, value, body.numpy().tobytes()
+
+    def last_word(self, number: int, word: bytes) -> None:
+        """Leave an outcome where ranks find it although the group is broken."""
+        with suppress(Exception):  # the others then know that it failed, and not of what
+            self._store().set(f"{self._words}/{number}", word.hex())
+
+    def find_last_word(self, number: int) -> bytes | None:
+        """What the lead left; None where there is nothing."""
+        try:
+            store, key = self._store(), f"{self._words}/{number}"
+            store.wait([key], timedelta(seconds=_LAST_WORD))
+            return bytes.fromhex(store.get(key).decode())
+        except (RuntimeError, ValueError, ImportError):  # no store, or nothing in it
+            return None
+
+    def _store(self) -> Any:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _get_default_store()
+
+    def _guarded(self, call: Callable[[], _A], whom: str) -> _A:
+        if self.broken:
+            raise PeerError(
+                "the process group of this refit cannot be used any more", found=self.broken, fix=_AGAIN
+            )
+        try:
+            return call()
+        except ConvtoolsError:
+            raise
+        except (RuntimeError, ValueError) as error:  # gloo raises RuntimeError, and DistBackendError is one
+            text = " ".join(str(error).split())[:300]
+            slow = "timed out" in text.lower() or "timeout" in text.lower()
+            what = f"{whom} did not answer in time" if slow else f"{whom} has gone"
+            self.broken = f"{what}: {text}"
+            raise PeerError(
+                f"{what}; the process group of this refit cannot be used any more", found=text, fix=_AGAIN
+            ) from None
+
+    def close(self) -> None:
+        """Give the group up; nobody is waited for."""
+        group, self._group = self._group, None
+        self.broken = self.broken or "it was closed"
+        if group is not None:
+            with suppress(RuntimeError, ValueError, AssertionError):
+                self._dist.destroy_process_group(group)
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Ranks in an error."""
+        return capped(f"rank {tick(str(r))}" for r in ranks)
+
+
+_AGAIN = "see which rank died or hangs, then make the group and the WeightSync anew"

@@ -1,0 +1,249 @@
+"""What each rank holds, as it tells the others, once: names, dtypes, shapes and regions, never bytes.
+
+The holdings of all ranks make a source like a checkpoint in many files: every tensor is blobs, each a
+region that lies in some rank's tensor. So what reads checkpoints plans this too.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from convtools.conversion.source import Source
+from convtools.equality.canonical import Loose
+from convtools.equality.live import LiveBytes, Shards, dtype_of, shards_source
+from convtools.equality.reading import MEMORY
+from convtools.errors import UsageError, capped, tick
+from convtools.layout.cover import first_fault
+from convtools.layout.parallel import ParallelLayout, Rank
+from convtools.layout.region import Region
+from convtools.refit.errors import FrameError, RefitError
+from convtools.refit.protocol import MAX_TENSORS, Count, Name
+from convtools.refit.ranks.placement import dtensor_region
+from convtools.stores.base import DTYPE_NBYTES, FROM_TORCH, TORCH_DTYPE, Blob, StoredTensor
+
+RANK = f"{MEMORY}rank"
+"""Paths of tensors in other processes begin with it."""
+Named = Mapping[str, Any]
+
+
+class HeldRow(Struct, array_like=True, frozen=True):
+    """A tensor that a rank holds, or its part of one."""
+
+    name: Name
+    dtype: Annotated[str, Meta(max_length=16)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
+    """Of the whole; under Megatron's names: of what the rank holds."""
+    offsets: Annotated[tuple[Count, ...], Meta(max_length=16)] = ()
+    sizes: Annotated[tuple[Count, ...], Meta(max_length=16)] = ()
+    """Its region of the whole; none under Megatron's names."""
+    chunk: Count = 0
+    """Model chunk, where a pipeline rank has several."""
+
+
+class Holdings(Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a rank holds."""
+
+    rows: Annotated[list[HeldRow], Meta(max_length=MAX_TENSORS)]
+    place: tuple[int, int, int, int] | None = None
+    """(tp, pp, ep, etp) under Megatron's names; None under Hugging Face names."""
+    layout: Annotated[bytes, Meta(max_length=1 << 20)] = b""
+    config: Annotated[bytes, Meta(max_length=1 << 22)] = b""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronPlace:
+    """Where in a Megatron job this process stands."""
+
+    layout: ParallelLayout
+    rank: Rank
+    config: Mapping[str, Any]
+    """The model's config.json."""
+
+
+class Replicas(NamedTuple):
+    """Tensors that must be the same bytes."""
+
+    name: str
+    held: tuple[tuple[int, int], ...]
+    """(rank, place among the rows of that rank); the first is the one that is sent."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """All ranks' holdings as one source."""
+
+    source: "Source | Loose"
+    replicas: tuple[Replicas, ...]
+    holders: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    """Path of a blob -> (rank, place among its rows)."""
+
+
+def rank_path(rank: int, index: int) -> Path:
+    """Names the memory of one tensor of one rank."""
+    return Path(f"{RANK}{rank}/{index}")
+
+
+def hf_holdings(named: Named) -> Holdings:
+    """DTensors and plain tensors (the same on all ranks) under Hugging Face names. Raises UsageError."""
+    rows = []
+    for name, tensor in named.items():
+        dtype, shape = dtype_of(name, tensor), tuple(int(n) for n in tensor.shape)
+        region = dtensor_region(name, tensor) if hasattr(tensor, "placements") else Region.whole(shape)
+        rows.append(HeldRow(name, dtype, shape, region.offsets, region.sizes))
+    return Holdings(rows)
+
+
+def megatron_holdings(chunks: Sequence[Named], place: MegatronPlace) -> Holdings:
+    """A rank's tensors under Megatron's names, its model chunks in order. Raises UsageError."""
+    if len(chunks) != place.layout.vpp:
+        raise UsageError(
+            "not the model chunks of the layout", expected=f"vpp={place.layout.vpp}", found=len(chunks)
+        )
+    rows = [
+        HeldRow(name, dtype_of(name, t), tuple(int(n) for n in t.shape), chunk=chunk)
+        for chunk, named in enumerate(chunks)
+        for name, t in named.items()
+        if not name.endswith("_extra_state")
+    ]
+    layout = json.dumps(msgspec.to_builtins(place.layout), sort_keys=True).encode()
+    config = json.dumps(dict(place.config), sort_keys=True).encode()
+    return Holdings(rows, tuple(place.rank), layout, config)
+
+
+def encode_holdings(holdings: Holdings) -> bytes:
+    """As msgpack."""
+    return msgspec.msgpack.encode(holdings)
+
+
+def decode_holdings(data: bytes) -> Holdings:
+    """What a rank says that it holds. Raises FrameError."""
+    try:
+        found = msgspec.msgpack.decode(data, type=Holdings)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FrameError("what a rank holds is not of the schema", found=str(error)[:200]) from None
+    for row in found.rows:
+        if row.dtype not in DTYPE_NBYTES:
+            raise FrameError(f"{tick(row.name)} is of a dtype that is not known", found=row.dtype)
+    return found
+
+
+def merge(holdings: Sequence[Holdings]) -> Merged:
+    """The holdings of ranks 0, 1, ... as one source; every element has one holder that sends it.
+
+    Raises RefitError, UsageError, and what a Megatron job's shards may raise, naming the tensor.
+    """
+    kinds = {h.place is None for h in holdings}
+    if len(kinds) != 1:
+        raise UsageError("some ranks hold Hugging Face names, others Megatron's")
+    return _merge_hf(holdings) if kinds == {True} else _merge_megatron(holdings)
+
+
+def _merge_hf(holdings: Sequence[Holdings]) -> Merged:
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    held: dict[str, dict[Region, list[tuple[int, int]]]] = {}
+    problems: list[str] = []
+    for rank, index, row in ((r, i, row) for r, h in enumerate(holdings) for i, row in enumerate(h.rows)):
+        first = kinds.setdefault(row.name, (row.dtype, row.shape))
+        region = Region(row.offsets, row.sizes)
+        if first != (row.dtype, row.shape):
+            problems.append(f"{tick(row.name)} is {row.dtype} {list(row.shape)} on rank {rank}, {first} before")
+        elif not region.within(row.shape):
+            problems.append(f"{tick(row.name)}: rank {rank} holds {region}, which lies outside")
+        elif region.numel or not Region.whole(row.shape).numel:
+            held.setdefault(row.name, {}).setdefault(region, []).append((rank, index))
+        else:
+            held.setdefault(row.name, {})
+    tensors: dict[str, StoredTensor] = {}
+    replicas: list[Replicas] = []
+    holders: dict[Path, tuple[int, int]] = {}
+    for name, regions in held.items():
+        dtype, shape = kinds[name]
+        boxes = ((i, tuple(zip(r.offsets, r.ends, strict=True))) for i, r in enumerate(regions))
+        fault = first_fault(shape, boxes)
+        if fault:
+            problems.append(f"{tick(name)}: element {list(fault.index)} lies in {len(fault.holders)} parts")
+            continue
+        blobs = []
+        for region, ranks in regions.items():
+            path = rank_path(*ranks[0])
+            holders[path] = ranks[0]
+            blobs.append(Blob(path, 0, region))
+            if len(ranks) > 1 and region.numel:
+                replicas.append(Replicas(name, tuple(ranks)))
+        tensors[name] = StoredTensor(name, dtype, shape, tuple(blobs))
+    if problems:
+        raise RefitError("the ranks do not hold every element once", found=capped(problems))
+    return Merged(Loose(tensors, {n: t.shape for n, t in tensors.items()}), tuple(replicas), holders)
+
+
+class _Remote(NamedTuple):
+    """Stands for a tensor of another process."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    at: tuple[int, int]
+
+
+class _RemoteBytes(LiveBytes):
+    """Remembers who holds what, in place of the bytes."""
+
+    def store(self, name: str, tensor: Any) -> StoredTensor:
+        """As a blob of that rank."""
+        path = rank_path(*tensor.at)
+        return StoredTensor(
+            name, FROM_TORCH[tensor.dtype], tensor.shape, (Blob(path, 0, Region.whole(tensor.shape)),)
+        )
+
+
+def _merge_megatron(holdings: Sequence[Holdings]) -> Merged:
+    for what in ("layout", "config"):
+        if len({getattr(h, what) for h in holdings}) != 1:
+            raise UsageError(f"the ranks give different {what}s", fix="give every rank the same")
+    layout = layout_of(holdings[0])
+    ranks: dict[tuple[int, int, int, int], list[dict[str, _Remote]]] = {}
+    twins: dict[tuple[tuple[int, int, int, int], int, str], list[tuple[int, int]]] = {}
+    for r, h in enumerate(holdings):
+        assert h.place is not None
+        first = h.place not in ranks
+        chunks = ranks.setdefault(h.place, [{} for _ in range(layout.vpp)])
+        for i, row in enumerate(h.rows):
+            if row.chunk >= layout.vpp:
+                raise UsageError(f"{tick(row.name)} is of chunk {row.chunk}, but vpp={layout.vpp}")
+            twins.setdefault((h.place, row.chunk, row.name), []).append((r, i))
+            if first:
+                chunks[row.chunk][row.name] = _Remote(TORCH_DTYPE[row.dtype], row.shape, (r, i))
+        if not first:  # a data-parallel copy
+            theirs = {(row.chunk, row.name): (TORCH_DTYPE[row.dtype], row.shape) for row in h.rows}
+            ours = {(c, n): (t.dtype, t.shape) for c, named in enumerate(chunks) for n, t in named.items()}
+            if theirs != ours:
+                names = {n for _, n in dict(theirs.items() ^ ours.items())}
+                raise RefitError(
+                    f"rank {r} holds other tensors than its data-parallel peer",
+                    found=capped(map(tick, sorted(names))),
+                )
+    shards = Shards(ranks, layout, json.loads(holdings[0].config))
+    source = shards_source(shards, _RemoteBytes())
+    holders = {
+        rank_path(*at): at for chunks in ranks.values() for named in chunks for at in (t.at for t in named.values())
+    }
+    groups = {at[0]: list(at) for at in twins.values()}
+    for pair in source.duplicates:
+        kept, repeated = (holders[source.tensors[n].blobs[0].path] for n in (pair.kept, pair.repeated))
+        groups[kept] = groups[kept] + groups.pop(repeated)
+    replicas = tuple(
+        Replicas(holdings[r].rows[i].name, tuple(group)) for (r, i), group in groups.items() if len(group) > 1
+    )
+    return Merged(source, replicas, holders)
+
+
+def layout_of(holdings: Holdings) -> ParallelLayout:
+    """The layout that a rank gives. Raises FrameError."""
+    try:
+        return msgspec.json.decode(holdings.layout, type=ParallelLayout)
+    except msgspec.MsgspecError as error:
+        raise FrameError("a rank's layout is not of the schema", found=str(error)[:200]) from None

@@ -1,0 +1,202 @@
+"""URLs of engines: which sinks stand for one.
+
+unix:///DIR                 our socket: DIR itself, or DIR/rank-0, DIR/rank-1 ... one an engine rank
+http://host:port            asked what it is: our reference engine, SGLang, or vLLM
+sglang+http://host:port     SGLang, without asking
+vllm+http://host:port       vLLM's own routes
+file:///DIR                 a Hugging Face directory; ?to=torch_dist&tp=2 a Megatron one;
+                            ?reload=http://host:port tells an engine to load it after each push
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from convtools.errors import UsageError, capped, tick
+from convtools.refit.channels.local_memory import KEY, SOCKET
+from convtools.refit.errors import PeerError
+from convtools.refit.sinks.base import Sink
+from convtools.refit.sinks.http_json import Base, ask, parse_base
+from convtools.refit.sinks.local import LocalSink
+
+TIMEOUT = 10.0
+SCHEMES = ("unix", "http", "https", "sglang+http", "sglang+https", "vllm+http", "vllm+https", "file")
+_RANK = re.compile(r"rank-(0|[1-9]\d{0,5})")
+_MAX_PATH = 4096
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a URL leads to."""
+
+    url: str
+    kind: str
+    """refit socket, reference engine, SGLang, vLLM, directory."""
+    sinks: tuple[Sink, ...]
+    """One an engine rank."""
+    started_from: str | None = None
+    """The checkpoint that the engine says it was started from."""
+
+
+def is_url(text: str) -> bool:
+    """Whether something that may be a path or a Hub id is the URL of an engine.
+
+    >>> is_url("unix:///run/engine"), is_url("org/name"), is_url("C:/x")
+    (True, False, False)
+    """
+    return "://" in text
+
+
+def connect(
+    url: str, *, source: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT
+) -> list[Sink]:
+    """The sinks of an engine, one a rank of it; `source` is what a directory takes its config.json from.
+
+    Nothing is sent to them yet. Raises UsageError for what is no such URL, PeerError where no engine is.
+    """
+    return list(find(url, source=source, timeout=timeout).sinks)
+
+
+def find(url: str, *, source: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT) -> Found:
+    """The same, with what else the engine says of itself."""
+    parts = _split(url)
+    match parts.scheme:
+        case "unix":
+            return Found(url, "refit socket", _sockets(_path(parts, url), url))
+        case "file":
+            from convtools.refit.sinks.directory import directory_sink
+
+            return Found(url, "directory", (directory_sink(url, _path(parts, url), parts.query, source),))
+        case "http" | "https":
+            return _probe(url, parse_base(url), timeout)
+        case _:
+            base = parse_base(url.partition("+")[2])
+            return _sglang(url, base, {}) if parts.scheme.startswith("sglang") else _vllm(url, base)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{tick(url)} is no URL: {error}") from None
+    if parts.scheme not in SCHEMES:
+        raise UsageError(
+            f"{tick(url)} is no URL of an engine",
+            expected="unix:///DIR, http://host:port, sglang+http://host:port, vllm+http://host:port, file:///DIR",
+        )
+    return parts
+
+
+def _path(parts: SplitResult, url: str) -> Path:
+    """The directory that a URL names."""
+    path = unquote(parts.path)
+    odd = parts.fragment or (parts.query and parts.scheme != "file") or "\0" in path
+    if parts.netloc or not path.startswith("/") or len(path) > _MAX_PATH or odd:
+        raise UsageError(
+            f"{tick(url)} names no directory",
+            expected=f"{parts.scheme}:///DIR, three slashes and an absolute path",
+        )
+    return Path(path)
+
+
+def _sockets(directory: Path, url: str) -> tuple[Sink, ...]:
+    """The engine that listens in a directory, or the ranks in the directories below."""
+    if not directory.is_dir():
+        raise PeerError(
+            f"there is no directory {tick(os.fspath(directory))}", fix="is the engine up, and is it here?"
+        )
+    if any(os.path.lexists(directory / name) for name in (SOCKET, KEY)):
+        return (LocalSink(directory, name=url),)
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        raise PeerError(f"cannot look into it: {error.strerror}", where=directory) from None
+    ranks = sorted(int(found[1]) for name in names if (found := _RANK.fullmatch(name)))
+    if not ranks:
+        raise PeerError(
+            "no engine listens there", where=directory, expected=f"`{SOCKET}`, or folders `rank-0`, `rank-1` ...",
+            fix="wait until the engine is up, and give the directory that it names",
+        )  # fmt: skip
+    if ranks != list(range(len(ranks))):
+        raise PeerError(
+            "ranks of the engine are missing", where=directory, expected=f"rank-0 to rank-{ranks[-1]}",
+            found=capped(f"rank-{n}" for n in ranks), fix="wait until all of them are up",
+        )  # fmt: skip
+    return tuple(LocalSink(directory / f"rank-{n}", name=f"{url.rstrip('/')}/rank-{n}") for n in ranks)
+
+
+def _probe(url: str, base: Base, timeout: float) -> Found:
+    """Ask a server what it is."""
+    reply = ask(base, "/refit", timeout)
+    if reply.status == 200 and "directory" in reply.body:
+        told = ask(base, "/info", timeout)
+        return _reference(url, base, reply.body | {"model": told.body.get("model")})
+    for path in ("/model_info", "/get_model_info", "/get_server_info"):
+        reply = ask(base, path, timeout)
+        if reply.status == 200 and "model_path" in reply.body:
+            return _sglang(url, base, reply.body)
+    reply = ask(base, "/version", timeout)
+    if reply.status == 200 and isinstance(reply.body.get("version"), str):
+        raise UsageError(
+            f"{url} looks like vLLM, whose own routes are not used unless asked for",
+            fix="give the socket of our worker extension, unix:///DIR (docs/vllm.md), or vllm+http://...",
+        )
+    raise PeerError(
+        f"{url} is no engine that is known", expected="`convtools engine`, SGLang, or vLLM",
+        found=f"HTTP {reply.status} to {path}", fix="name its kind: sglang+http://..., or give unix:///DIR",
+    )  # fmt: skip
+
+
+def _reference(url: str, base: Base, said: dict[str, Any]) -> Found:
+    directory, model = said["directory"], said.get("model")
+    if not isinstance(directory, str) or not 0 < len(directory) <= _MAX_PATH or not os.path.isabs(directory):
+        raise PeerError(f"{url} names no directory of a socket", found=tick(directory))
+    if "\0" in directory or not directory.isprintable():
+        raise PeerError(f"{url} names no directory of a socket", found=tick(directory))
+    if not Path(directory).is_dir():
+        here = base.host in _LOCAL
+        raise PeerError(
+            f"{url} listens in {tick(directory)}, which is not there",
+            fix="it has ended, or runs in a container: share the directory with it" if here
+            else "weights go through memory: run this on the engine's machine",
+        )  # fmt: skip
+    return Found(url, "reference engine", _sockets(Path(directory), url), _text(model))
+
+
+def _sglang(url: str, base: Base, said: dict[str, Any]) -> Found:
+    try:
+        from convtools.refit.sinks.sglang import SGLangSink
+    except ImportError as error:
+        raise UsageError(f"{url}: SGLang cannot be reached: {error}", fix="see docs/sglang.md") from None
+    return Found(url, "SGLang", (SGLangSink(str(base), name=url),), _text(said.get("model_path")))
+
+
+def _vllm(url: str, base: Base) -> Found:
+    raise UsageError(
+        f"{url}: vLLM's own routes are not used: they exist in its development mode only, which lets "
+        "anyone who reaches the port run code",
+        fix="start vLLM with our worker extension and give its socket, unix:///DIR (docs/vllm.md)",
+    )
+
+
+def _text(value: object) -> str | None:
+    fits = isinstance(value, str) and 0 < len(value) <= _MAX_PATH and value.isprintable()
+    return value if fits and isinstance(value, str) else None
+
+
+def connect_all(
+    urls: Sequence[str], *, source: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT
+) -> list[Sink]:
+    """The sinks of several URLs, the directories first: theirs is the commit that can fail for want of space."""
+    if len(set(urls)) != len(urls):
+        raise UsageError("an engine is given twice", found=capped(map(tick, urls)))
+    first = sorted(urls, key=lambda url: not url.startswith("file:"))
+    return [sink for url in first for sink in connect(url, source=source, timeout=timeout)]
+
+
+__all__ = ["SCHEMES", "Found", "connect", "connect_all", "find", "is_url"]
