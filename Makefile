@@ -1,4 +1,5 @@
-# make demo    a conversion there and back on a tiny real checkpoint; needs Python 3.11+ and nothing else
+# make demo    a tiny real checkpoint is converted there and back, and a running engine takes new weights;
+#              needs Python 3.11+ and nothing else
 # make test    the test suite, as CI runs it
 # make check   lint, format, types, direction of imports
 # make bench   the benchmarks
@@ -16,6 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.core
+	@$(MAKE) --no-print-directory $(VENV)/.engine || echo "torch and transformers could not be installed" >&2
 	$(BIN)/python examples/roundtrip.py
 
 test: $(VENV)/.dev
@@ -45,11 +47,16 @@ define link-tree
 @ln -s "$(CURDIR)"/convtools/* "$(CURDIR)"/cli $(TREE)/convtools/
 endef
 
-# Two stamps: the demo needs no torch. Both are made anew when a version or a range changes.
+# A stamp each: converting needs no torch, the engine of the demo does. All are made anew when a version
+# or a range changes.
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("needs Python 3.11+, this is %d.%d" % v[:2])'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.engine: $(VENV)/.core
+	$(PIP) -e '.[engine]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

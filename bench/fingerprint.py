@@ -77,7 +77,7 @@ def in_memory(nbytes: int, rounds: int) -> None:
         from convtools.equality import fingerprint_kernel
 
         def plain() -> None:
-            before = fingerprint_kernel.vector(False)
+            before = fingerprint_kernel.vector(0)
             fingerprint_bytes(data, path="compiled")
             fingerprint_kernel.vector(before)
 

@@ -72,8 +72,9 @@ def command(
 ) -> None:
     """Say whether A and B hold the same weights, or where they do not.
 
-    A and B: a Hugging Face folder, org/name[@revision] on the Hub, a Megatron checkpoint, or a manifest
-    (.json). Every byte of every tensor, unless a tolerance is given.
+    A and B: a Hugging Face folder, org/name[@revision] on the Hub, a Megatron checkpoint, a manifest
+    (.json), or a running engine (http://host:port, unix:///DIR). Every byte of every tensor, unless a
+    tolerance is given; an engine tells fingerprints of what it serves.
 
     Exits with 0 where they are equal, 1 where they are not, 2 where it could not be told.
     """
@@ -89,7 +90,12 @@ def command(
             iteration_a=iteration_a, iteration_b=iteration_b, hf_config=hf_config, workers=workers,
             causes=not no_causes,
         )  # fmt: skip
-        found = compare(a, b, options)
+        if "://" in a or "://" in b:
+            from convtools.refit.live_compare import compare_live
+
+            found = compare_live(a, b, options)
+        else:
+            found = compare(a, b, options)
     except (UsageError, StorageError) as error:
         _fail(str(error), as_json)
     except (ConvtoolsError, OSError) as error:

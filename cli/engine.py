@@ -37,10 +37,16 @@ def command(
     A small engine to test with, over transformers; not a fast one. It has no login: whoever reaches its
     address may generate.
     """
-    parent, stop = os.getppid(), threading.Event()
+    parent, stop, serving = os.getppid(), threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        stop.set()
+        if not serving.is_set():  # while it loads there is nothing to end in order
+            raise KeyboardInterrupt
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    os.environ["HF_HUB_OFFLINE"] = "1"
+        signal.signal(number, end)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
     from convtools.engine.process import READY
     from convtools.engine.reference import ReferenceEngine
@@ -53,6 +59,7 @@ def command(
     with ReferenceEngine(
         model, mode=mode, version=version, refit_dir=refit_dir, host=host, port=port, drain=drain, wait=wait
     ) as engine:
+        serving.set()
         click.echo(printable(f"{READY}{engine.url} serves {model}, refit at unix://{engine.refit_dir}"))
         while not stop.wait(0.5):
             if with_parent and os.getppid() != parent:

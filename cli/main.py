@@ -15,6 +15,7 @@ _COMMANDS = {
     "fingerprint": "Write one hash for every tensor, the same in any format, as a manifest.",
     "inspect": "Say what a checkpoint is, without reading its weights.",
     "publish": "Put a checkpoint on the Hugging Face Hub, with a model card and a manifest.",
+    "refit": "Put a checkpoint's weights into running engines, all or nothing; or test an engine.",
     "slice": "Cut a few layers out of a checkpoint, into a small one that engines load.",
     "verify": "Check a slice against its manifest, or its source.",
 }

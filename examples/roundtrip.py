@@ -1,5 +1,7 @@
 """A checkpoint is sliced, the slice goes Hugging Face -> Megatron -> Hugging Face, and every bit comes back.
 
+In the end an engine that serves the slice takes a trainer's new weights while it runs (refit.py).
+
     python examples/roundtrip.py [HF_DIRECTORY]
 
 Without an argument it takes the tiny Nemotron-H checkpoint in fixtures/, which real Megatron wrote.
@@ -10,6 +12,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from refit import refit_demo
 from rich.console import Console
 from rich.table import Table
 
@@ -36,13 +39,14 @@ def content(root: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def main() -> int:
-    """Slice, then convert there and back."""
+    """Slice, convert there and back, then push into a running engine."""
     src = Path(sys.argv[1]) if len(sys.argv) > 1 else FIXTURE
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(f"[bold]{src}[/]: {convtools.inspect(src).pattern}")
     with tempfile.TemporaryDirectory() as scratch:
         cut = slice_first(src, Path(scratch) / "slice", console)
-        return round_trips(cut, Path(scratch), console)
+        code = round_trips(cut, Path(scratch), console)
+        return code if refit_demo(cut, Path(scratch), console) else 1
 
 
 def slice_first(src: Path, dst: Path, console: Console) -> Path:
@@ -105,6 +109,9 @@ def round_trips(src: Path, scratch: Path, console: Console) -> int:
         verdict = "[green]every bit[/]" if not lost else f"[red]{lost}[/]"
         table.add_row(label, "\n".join(sorted(came_from[label])), str(len(names)), f"{nbytes:,}", verdict)
     console.print(table)
+    if "torch" in sys.modules:
+        whole = False
+        console.print("[red]PyTorch was imported, and must not be needed")
     total = sum(len(v[2]) for v in before.values())
     console.print(
         f"{len(before)} tensors, {total:,} bytes: "

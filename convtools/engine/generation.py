@@ -3,7 +3,7 @@
 import inspect
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
@@ -55,12 +55,16 @@ class _Rows:
     """Which of the request's prompts they are."""
     prompts: tuple[tuple[int, ...], ...]
     draws: "list[torch.Generator]"
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    versions: list[list[int]]
-    done: list[bool]
+    tokens: list[list[int]] = field(init=False)
+    logprobs: list[list[float]] = field(init=False)
+    versions: list[list[int]] = field(init=False)
+    done: list[bool] = field(init=False)
     states: Any = None
     """KV and recurrent states after all tokens but the last; None to be made anew."""
+
+    def __post_init__(self) -> None:
+        self.tokens, self.logprobs = [[] for _ in self.at], [[] for _ in self.at]
+        self.versions, self.done = [[] for _ in self.at], [False for _ in self.at]
 
 
 class Generator:
@@ -134,11 +138,7 @@ class Generator:
                     draw.seed()
                 else:
                     draw.manual_seed((seed * 1_000_003 + at) % (1 << 63))
-            n = len(ats)
-            rows = tuple(tuple(prompts[at]) for at in ats)
-            out.append(
-                _Rows(ats, rows, draws, *([[] for _ in range(n)] for _ in range(3)), [False] * n)  # type: ignore[arg-type]
-            )
+            out.append(_Rows(ats, tuple(tuple(prompts[at]) for at in ats), draws))
         return out
 
     def _step(self, rows: _Rows, request: Request, version: int) -> None:
@@ -171,8 +171,8 @@ class Generator:
             return logits
         new = not rows.tokens[0]
         if new and (found := self._prefixes.get(rows.prompts)) is not None:
-            logits, rows.states = found
-            return logits
+            rows.states = found[1]
+            return found[0]
         so_far = [[*p, *t] for p, t in zip(rows.prompts, rows.tokens, strict=True)]
         logits, rows.states = self._forward(so_far, None)
         if new:
@@ -187,9 +187,7 @@ class Generator:
             out = self._model(input_ids=torch.tensor(tokens), use_cache=True, **given, **self._last)
         return out.logits[:, -1].to(torch.float32, copy=True), getattr(out, self._states)
 
-    def _draw(
-        self, logits: "torch.Tensor", draws: "list[torch.Generator]", temperature: float
-    ) -> list[int]:
+    def _draw(self, logits: "torch.Tensor", draws: "list[torch.Generator]", temperature: float) -> list[int]:
         import torch
 
         if temperature == 0:

@@ -44,6 +44,8 @@ def load(path: str | Path) -> Loaded:
     Raises UsageError where transformers is missing or cannot load it, CheckpointError where a tensor is
     missing, has no place, or does not lie in the model's memory as it lies in the file.
     """
+    root = Path(path)
+    stored = open_hf(root)  # its headers are checked before anyone else reads them
     try:
         import torch
         import transformers
@@ -51,8 +53,6 @@ def load(path: str | Path) -> Loaded:
         raise UsageError(
             f"the reference engine needs {error.name}", fix="pip install 'convtools[engine]'"
         ) from None
-    root = Path(path)
-    stored = open_hf(root)
     with _quiet(transformers), torch.no_grad():
         model = _load(transformers, root)
         model.eval().requires_grad_(False)

@@ -73,4 +73,3 @@ def is_mtp(name: str, num_layers: int) -> bool:
     """
     layer = _LAYER.search(name)
     return bool(_MTP.search(name)) or (layer is not None and int(layer[1]) >= num_layers)
-

@@ -6,7 +6,10 @@ They belong to the weights that made them: a push empties this, or answers would
 import copy
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -17,7 +20,7 @@ class PrefixCache:
     def __init__(self, tokens: int = 1 << 14) -> None:
         """Holds prompts of at most `tokens` tokens in all."""
         self._most, self._held = tokens, 0
-        self._kept: OrderedDict[Rows, tuple[Any, Any]] = OrderedDict()
+        self._kept: OrderedDict[Rows, tuple[torch.Tensor, Any]] = OrderedDict()
         self._lock = threading.Lock()
         self.hits = 0
         """Prompts that were not read again."""
@@ -25,7 +28,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, rows: Rows) -> tuple[Any, Any] | None:
+    def get(self, rows: Rows) -> "tuple[torch.Tensor, Any] | None":
         """Logits and a copy of the states, which the caller goes on to change."""
         with self._lock:
             if (found := self._kept.get(rows)) is None:
@@ -34,7 +37,7 @@ class PrefixCache:
             self.hits += 1
             return found[0], copy.deepcopy(found[1])
 
-    def put(self, rows: Rows, logits: Any, states: Any) -> None:
+    def put(self, rows: Rows, logits: "torch.Tensor", states: Any) -> None:
         """Keep a copy of the states; the prompts that were not used for longest make room."""
         size = _tokens(rows)
         if size > self._most:

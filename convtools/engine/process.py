@@ -52,6 +52,7 @@ def started(
     mode: str = SHADOW,
     version: int = 0,
     refit_dir: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
     timeout: float = 180.0,
 ) -> Iterator[Started]:
     """Run `convtools engine MODEL` until the block ends; gives it when it serves.
@@ -64,6 +65,8 @@ def started(
     ]  # fmt: skip
     if refit_dir is not None:
         command += ["--refit-dir", os.fspath(refit_dir)]
+    if threads is not None:
+        command += ["--threads", str(threads)]
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT)
         try:

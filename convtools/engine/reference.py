@@ -88,12 +88,10 @@ class ReferenceEngine:
         """clean, updating or poisoned."""
         return self.receiver.state
 
-    def generate(
-        self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Any
-    ) -> Generated:
+    def generate(self, input_ids: Sequence[int] | Sequence[Sequence[int]], **options: Any) -> Generated:
         """What POST /generate does, without HTTP; `options` are the fields of `Request`."""
         rows = [list(row) if isinstance(row, Sequence) else row for row in input_ids]
-        return self._generator.generate(Request(rows, **options))  # type: ignore[arg-type]
+        return self._generator.generate(Request(rows, **options))
 
     def info(self) -> dict[str, object]:
         """What GET /info answers."""

@@ -36,8 +36,8 @@ static uint64_t QUARTERS[4][WORDS] __attribute__((aligned(32)));
 #ifdef HAVE_AVX2
 #define LOW_BITS 48 /* of a word; the other 16 are multiplied apart */
 static uint64_t FIFTYTWOS[3][WORDS] __attribute__((aligned(64)));  /* a constant in limbs of 52 bits */
-static uint64_t THIRTYSIXES[3][WORDS] __attribute__((aligned(64))); /* and of 36: 16 + 36 = 52 */
 static u128 INVERSE_SQUARED;
+static uint64_t THIRTYSIXES[3][WORDS] __attribute__((aligned(64))); /* and of 36: 16 + 36 = 52 */
 #endif
 
 static uint64_t LOW[WORDS], HIGH[WORDS];
@@ -84,11 +84,6 @@ static inline u128 joined(u128 low, u128 high) /* low + 2^54 high mod p */
 }
 
 typedef struct {
-    const unsigned char *from, *to;
-} Ahead; /* memory that will be read, and written, next */
-
-typedef struct {
-    Ahead next;
     u128 total;       /* what was closed so far */
     u128 low, high;   /* the open block */
     uint64_t block;   /* which block is open */
@@ -192,8 +187,17 @@ __attribute__((target("avx2"))) static u128 horner_avx2(const unsigned char *fro
 }
 
 /* Eight words at a time, by products of 52 bits of which either half is added up: at most 16 a lane, so
-   that lanes add up too. Two blocks at once share the loads of the constants. */
-#define AVX512 __attribute__((target("avx512f,avx512ifma")))
+   that lanes add up too. Meanwhile the next block is copied, to be summed from where it then lies, and floats
+   are searched for the largest: both in the shadow of the products. */
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512ifma")))
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+    const unsigned char *from; /* the block to copy; NULL: none */
+    unsigned char *to;
+    int size; /* bytes of a float; 0: not to be searched */
+    __m512i most;
+} Beside;
 
 AVX512 static inline u128 lanes_ifma(const __m512i s[8])
 {
@@ -213,16 +217,24 @@ AVX512 static inline u128 lanes_ifma(const __m512i s[8])
     return folded(low + folded(high + shifted(sum[6], LOW_BITS + 36)));
 }
 
-AVX512 static inline u128 block_ifma(const unsigned char *from)
+AVX512 INLINE u128 block_ifma(const unsigned char *from, Beside *beside)
 {
     const __m512i mask = _mm512_set1_epi64((1LL << LOW_BITS) - 1);
-    __m512i s[8];
+    __m512i s[8], most = beside->most;
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
         s[i] = _mm512_setzero_si512();
 #pragma GCC unroll 4
     for (int j = 0; j < WORDS; j += 8) {
         __m512i w = _mm512_loadu_si512(from + 8 * j);
+        if (beside->from)
+            _mm512_storeu_si512(beside->to + 8 * j, _mm512_loadu_si512(beside->from + 8 * j));
+        if (beside->size == 2) /* doubled: the sign is gone, and bits of a float grow with its size */
+            most = _mm512_max_epu16(most, _mm512_add_epi16(w, w));
+        else if (beside->size == 4)
+            most = _mm512_max_epu32(most, _mm512_add_epi32(w, w));
+        else if (beside->size == 8)
+            most = _mm512_max_epu64(most, _mm512_add_epi64(w, w));
         __m512i low = _mm512_and_si512(w, mask), high = _mm512_srli_epi64(w, LOW_BITS);
         __m512i k0 = _mm512_load_si512(&FIFTYTWOS[0][j]), k1 = _mm512_load_si512(&FIFTYTWOS[1][j]);
         s[0] = _mm512_madd52lo_epu64(s[0], low, k0);
@@ -233,18 +245,76 @@ AVX512 static inline u128 block_ifma(const unsigned char *from)
         for (int i = 0; i < 3; i++)
             s[5 + i] = _mm512_madd52lo_epu64(s[5 + i], high, _mm512_load_si512(&THIRTYSIXES[i][j]));
     }
+    beside->most = most;
     return lanes_ifma(s);
+}
+
+AVX512 INLINE u128 next_ifma(const unsigned char *from, Beside *beside)
+{
+    u128 value = block_ifma(from, beside);
+    if (beside->from) {
+        beside->from += BLOCK;
+        beside->to += BLOCK;
+    }
+    return value;
+}
+
+/* two blocks at a time: only one product of a pair has to wait for the pair before */
+AVX512 INLINE u128 horner_beside(const unsigned char *from, uint64_t count, Beside *beside)
+{
+    u128 sum = count & 1 ? next_ifma(from, beside) : 0;
+    from += (count & 1) * BLOCK;
+    for (uint64_t i = 0; i < count / 2; i++, from += 2 * BLOCK) {
+        u128 first = product(next_ifma(from, beside), INVERSE);
+        sum = folded(product(sum, INVERSE_SQUARED) + folded(first + next_ifma(from + BLOCK, beside)));
+    }
+    return sum;
 }
 
 AVX512 static u128 horner_ifma(const unsigned char *from, uint64_t count)
 {
-    u128 sum = count & 1 ? block_ifma(from) : 0;
-    from += (count & 1) * BLOCK;
-    for (uint64_t i = 0; i < count / 2; i++, from += 2 * BLOCK) {
-        u128 first = product(block_ifma(from), INVERSE);
-        sum = folded(product(sum, INVERSE_SQUARED) + folded(first + block_ifma(from + BLOCK)));
+    Beside none = {NULL, NULL, 0, _mm512_setzero_si512()};
+    return horner_beside(from, count, &none);
+}
+
+/* the same for blocks that are copied from `from` to `to` (NULL: they are not); the largest float, without
+   its sign and doubled, becomes `most` */
+AVX512 INLINE u128 passed(unsigned char *to, const unsigned char *from, uint64_t count, int size, uint64_t *most)
+{
+    Beside copying = {NULL, NULL, size, _mm512_setzero_si512()};
+    const unsigned char *lies = to ? to : from;
+    u128 sum = 0;
+    if (to) {
+        memcpy(to, from, BLOCK);
+        copying.from = from + BLOCK;
+        copying.to = to + BLOCK;
+        sum = horner_beside(lies, count - 1, &copying);
+        lies += (count - 1) * BLOCK;
+        count = 1;
+    }
+    Beside rest = {NULL, NULL, size, copying.most};
+    sum = to ? folded(product(sum, INVERSE) + block_ifma(lies, &rest)) : horner_beside(lies, count, &rest);
+    if (size == 2) {
+        uint16_t lanes[32];
+        _mm512_storeu_si512(lanes, rest.most);
+        for (int i = 0; i < 32; i++)
+            *most = lanes[i] > *most ? lanes[i] : *most;
+    } else if (size == 4) {
+        *most = _mm512_reduce_max_epu32(rest.most);
+    } else if (size == 8) {
+        *most = _mm512_reduce_max_epu64(rest.most);
     }
     return sum;
+}
+
+AVX512 static u128 passed_ifma(unsigned char *to, const unsigned char *from, uint64_t count, int size, uint64_t *most)
+{
+    switch (size) {
+    case 2: return passed(to, from, count, 2, most);
+    case 4: return passed(to, from, count, 4, most);
+    case 8: return passed(to, from, count, 8, most);
+    default: return passed(to, from, count, 0, most);
+    }
 }
 
 /* a part of a block, from word `first` on; `words` is a multiple of 4 */
@@ -524,12 +594,21 @@ static PyObject *copy_and_look(PyObject *self, PyObject *args)
         const unsigned char *source = from.buf;
         unsigned char *lies = copies ? to.buf : from.buf;
         for (uint64_t done = 0; done < nbytes;) {
-            /* a first step that is shorter, so that the others begin with a block */
-            uint64_t n = done ? STEP : STEP - (at & (BLOCK - 1));
+            uint64_t within = (at + done) & (BLOCK - 1), n = STEP - within;
+#ifdef HAVE_AVX2
+            if (simd == 2 && summed && !within && nbytes - done >= BLOCK && (!size || !(at % (uint64_t)size))) {
+                uint64_t count = (nbytes - done) / BLOCK, most = 0;
+                u128 value = passed_ifma(copies ? lies + done : NULL, source + done, count, size, &most);
+                sum.total = folded(sum.total + product(value, power_at(&sum, (at + done) / BLOCK + count - 1)));
+                finite &= !size || most < 2 * infinity;
+                done += count * BLOCK;
+                continue;
+            }
+#endif
             n = size ? n / (uint64_t)size * (uint64_t)size : n;
             n = nbytes - done < n ? nbytes - done : n;
-            int more = nbytes - done >= n + STEP;
-            sum.next = (Ahead){more ? source + done + n : NULL, more && copies ? lies + done + n : NULL};
+            if (within && n > BLOCK - within)
+                n = BLOCK - within;
             if (copies)
                 copied(lies + done, source + done, n);
             if (summed)
@@ -729,7 +808,7 @@ static PyObject *configure(PyObject *self, PyObject *args)
 #ifdef HAVE_AVX2
         __builtin_cpu_init();
         best = __builtin_cpu_supports("avx2") != 0;
-        if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512ifma"))
+        if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512ifma"))
             best = 2;
         simd = best;
         INVERSE_SQUARED = product(INVERSE, INVERSE);

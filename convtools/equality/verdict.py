@@ -89,7 +89,7 @@ class Comparison:
     b: str
     """What B is."""
     a_format: str
-    """Format of A: hf, torch_dist, torch, manifest, tensors."""
+    """Format of A: hf, torch_dist, torch, manifest, tensors, shards, engine."""
     b_format: str
     """Format of B."""
     mode: str
@@ -131,7 +131,7 @@ class Comparison:
         if any(r.verdict == CLOSE for r in self.tensors):
             words += [] if tolerance == "exact" else [f"within {tolerance}"]
             words += ["in value, dtypes ignored"] if ignored else []
-        if "manifest" in (self.a_format, self.b_format):
+        if {"manifest", "engine"} & {self.a_format, self.b_format}:
             words.append("by fingerprint")
         if self.compared != len(self.tensors):
             words.append(f"({self.compared:,} of {len(self.tensors):,} tensors)")

@@ -1,9 +1,11 @@
 """Where consumed bytes go, and how they are taken back: shadow copies, or in place with an undo log.
 
-What a transaction needs is an `Applier`; the two here work over any `Weights`.
+What a transaction needs is an `Applier`; the two here work over any `Weights`. An applier with `copies`
+gives `write` a fourth argument: how to copy, which also looks at what lies at the destination then, in one
+pass over memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from convtools.errors import UsageError, capped, tick
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     Bytes = np.ndarray[Any, Any]
+
+Copy = Callable[["Bytes", "Bytes"], None]
+"""How bytes get to a destination: (to, from)."""
 
 SHADOW, UNDO, QUARANTINE = "shadow", "undo", "quarantine"
 
@@ -60,6 +65,8 @@ class _OverWeights:
     """What both appliers share: names, aliases, reading back."""
 
     mode = ""
+    copies = True
+    """Whether `write` takes a way to copy."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -123,10 +130,10 @@ class ShadowApplier(_OverWeights):
             if name not in self._shadows:
                 self._shadows[name] = np.zeros(self._weights.tensors()[name].nbytes, "u1")
 
-    def write(self, tensor: Tensor, start: int, data: "Bytes") -> "Bytes":
+    def write(self, tensor: Tensor, start: int, data: "Bytes", copy: Copy | None = None) -> "Bytes":
         """Into the copy."""
         to = self._shadows[self._own(tensor.name)][start : start + len(data)]
-        to[:] = data
+        _put(to, data, copy)
         return to
 
     def swap(self, version: int) -> None:
@@ -206,7 +213,7 @@ class InPlaceApplier(_OverWeights):
             if tensor.name not in self._kept:
                 self._kept[tensor.name] = np.zeros(tensor.nbytes, "u1")
 
-    def write(self, tensor: Tensor, start: int, data: "Bytes") -> "Bytes":
+    def write(self, tensor: Tensor, start: int, data: "Bytes", copy: Copy | None = None) -> "Bytes":
         """Into the tensor itself, after its old bytes were kept."""
         live = self._weights.buffer(tensor.name)[start : start + len(data)]
         if self.mode == UNDO:
@@ -215,7 +222,7 @@ class InPlaceApplier(_OverWeights):
             kept[:] = live
             self._log.append((live, kept))
         self._wrote = True
-        live[:] = data
+        _put(live, data, copy)
         return live
 
     def swap(self, version: int) -> None:
@@ -237,6 +244,13 @@ class InPlaceApplier(_OverWeights):
     def pending(self, tensor: Tensor) -> "Bytes | None":
         """What lies in the tensor."""
         return self._weights.buffer(tensor.name)
+
+
+def _put(to: "Bytes", data: "Bytes", copy: Copy | None) -> None:
+    if copy is None:
+        to[:] = data
+    else:
+        copy(to, data)
 
 
 def _exchange(a: "Bytes", b: "Bytes", step: int = 1 << 18) -> None:

@@ -9,7 +9,7 @@ import mmap
 import os
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import xxhash
 
@@ -27,13 +27,34 @@ Mark = xxhash.xxh3_128
 """The checksum of a bucket as it is filled."""
 
 
+class Unmarked:
+    """In its place where none is wanted."""
+
+    def update(self, data: object) -> None:
+        """Nothing."""
+
+    def digest(self) -> bytes:
+        """Zeros."""
+        return bytes(16)
+
+
 def checksum(data: memoryview) -> bytes:
     """xxh3-128 of a bucket's bytes."""
     return xxhash.xxh3_128_digest(data)
 
 
+class Slots(Protocol):
+    """The buffers that buckets arrive in."""
+
+    def slot(self, i: int, nbytes: int) -> memoryview:
+        """The bytes of one. Raises RefitError outside of them."""
+
+
 class _Slots:
     """Equal buffers in one mapping."""
+
+    windows = False
+    """Whether the buffers are not filled, but are the tensors' own memory."""
 
     def __init__(self, mapping: mmap.mmap, bucket_bytes: int, slots: int) -> None:
         self.bucket_bytes, self.slots = bucket_bytes, slots
@@ -55,6 +76,11 @@ class _Slots:
         """All staging memory."""
         return self.bucket_bytes * self.slots
 
+    def _buffer(self) -> mmap.mmap:
+        if self._mapping is None:
+            raise RefitError("this memory was given back")
+        return self._mapping
+
     def close(self) -> None:
         """Unmap it. What still looks at a slot keeps the pages until it lets go."""
         mapping, self._mapping = self._mapping, None
@@ -67,12 +93,15 @@ class _Slots:
 class Ring(_Slots):
     """The producer's end: `slots` buffers of `bucket_bytes`, made, touched and sealed."""
 
+    least = 2
+    """Fewer buffers are refused: one is filled while another is consumed."""
+
     def __init__(self, bucket_bytes: int, slots: int = 2) -> None:
         """Raises UsageError for sizes that cannot be, RefitError where there is no memory for it."""
-        if slots < 2 or bucket_bytes <= 0 or bucket_bytes % ALIGN or bucket_bytes * slots > MAX_STAGING:
+        if slots < self.least or bucket_bytes <= 0 or bucket_bytes % ALIGN or bucket_bytes * slots > MAX_STAGING:
             raise UsageError(
                 f"no ring of {slots} buckets of {bucket_bytes} bytes",
-                expected=f"at least two, of a multiple of {ALIGN} bytes",
+                expected=f"at least {self.least}, of a multiple of {ALIGN} bytes, {MAX_STAGING} in all",
             )
         self.fd = -1
         try:
@@ -85,6 +114,16 @@ class Ring(_Slots):
             self._close_fd()
             raise RefitError(f"no memory for the staging buffers: {error.strerror}") from None
         super().__init__(mapping, bucket_bytes, slots)
+
+    @property
+    def ahead(self) -> int:
+        """Buckets that are handed over before the first is consumed."""
+        return self.slots
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that a push needs beside the tensors."""
+        return self.nbytes
 
     def close(self) -> None:
         """Give the memory back."""

@@ -29,12 +29,13 @@ class Fleet:
         in_flight: InFlight,
         flush: bool,
         trace: Trace,
+        checksums: bool = True,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Raises UsageError for two sinks of one name."""
         self.links: list[Link] = []
         self.plan, self.ring, self.timeout = plan, ring, timeout
-        self._lease, self._in_flight, self._flush = lease, in_flight, flush
+        self._lease, self._in_flight, self._flush, self._checksums = lease, in_flight, flush, checksums
         self._trace, self._progress = trace, progress
         self._attempt = b""
         for sink in sinks:
@@ -66,7 +67,7 @@ class Fleet:
         for link in links:
             question = Open(
                 link.version, version, self.plan.digest, link.token + 1, self._attempt, self._lease, force,
-                fingerprints, self._in_flight, self._flush,
+                fingerprints, self._in_flight, self._flush, self._checksums,
             )  # fmt: skip
             link.token += 1
             with self._trace.timed("open", link.name):
@@ -74,9 +75,10 @@ class Fleet:
 
     def stream(self, packer: Packer, canaries: frozenset[int] = frozenset()) -> None:
         """Fill the ring and hand it over, bucket by bucket, until the last is consumed. Raises RefitError."""
-        slots, links = self.ring.slots, [link for link in self.links if link.is_open]
+        slots, ahead = self.ring.slots, self.ring.ahead
+        links = [link for link in self.links if link.is_open]
         for index, bucket in enumerate(self.plan.buckets):
-            self._await(packer, links, index - slots + 1)
+            self._await(packer, links, index - ahead + 1)
             slot = index % slots
             data = self.ring.slot(slot, bucket.nbytes)
             with self._trace.timed("pack", "trainer", bucket=index, nbytes=bucket.nbytes):

@@ -2,12 +2,22 @@
 
 from typing import TYPE_CHECKING, Any
 
+from convtools.equality.one_pass import NO_FLOATS, Floats, all_finite
+
 if TYPE_CHECKING:
     import numpy as np
 
-_INFINITY = {"BF16": ("2", 0x7F80), "F16": ("2", 0x7C00), "F32": ("4", 0x7F800000)}
-_INFINITY |= {"F64": ("8", 0x7FF0000000000000)}
-"""dtype -> width, bits of infinity; the 8-bit ones are scaled, and not looked at."""
+_FLOATS = {
+    "BF16": Floats(2, 0x7F80),
+    "F16": Floats(2, 0x7C00),
+    "F32": Floats(4, 0x7F800000),
+    "F64": Floats(8, 0x7FF0000000000000),
+}
+
+
+def floats_of(dtype: str) -> Floats:
+    """What to look for; nothing in the 8-bit dtypes, which are scaled, and in integers."""
+    return _FLOATS.get(dtype, NO_FLOATS)
 
 
 def is_finite(data: "np.ndarray[Any, Any]", dtype: str) -> bool:
@@ -19,10 +29,4 @@ def is_finite(data: "np.ndarray[Any, Any]", dtype: str) -> bool:
     >>> is_finite(np.array([1, -np.inf], "<f8").view("u1"), "F64")
     False
     """
-    if dtype not in _INFINITY or not len(data):
-        return True
-    width, bits = _INFINITY[dtype]
-    # Bits of a float grow with its size, so two maxima see all: with the sign bit on, and off.
-    if int(data.view(f"<i{width}").max()) >= bits:
-        return False
-    return int(data.view(f"<u{width}").max()) < bits + (1 << (8 * int(width) - 1))
+    return all_finite(data, floats_of(dtype))

@@ -50,10 +50,13 @@ def compare_live(
     options = options or CompareOptions()
     options.check()
     if options.tolerant or options.ignore_dtype:
-        raise UsageError("an engine tells fingerprints: values cannot be compared", fix="leave out the tolerance")
+        raise UsageError(
+            "an engine tells fingerprints: values cannot be compared", fix="leave out the tolerance"
+        )
     engines = [find(url, timeout=min(timeout, 30.0)) if is_url(url) else None for url in (a, b)]
     sides = [
-        None if engine else _opened(given, side, options) for engine, given, side in zip(engines, (a, b), "ab", strict=True)
+        None if engine else _opened(given, side, options)
+        for engine, given, side in zip(engines, (a, b), "ab", strict=True)
     ]
     likely = _likely(next((side for side in sides if side is not None), None), engines, timeout)
     asked = [list(_ask(engine, likely, timeout)) if engine else [] for engine in engines]
@@ -77,7 +80,10 @@ def _opened(given: str, side: str, options: CompareOptions) -> Side:
     from pathlib import Path
 
     config = None if options.hf_config is None else Path(options.hf_config)
-    return open_side(given, iteration=getattr(options, f"iteration_{side}"), hf_config=config)
+    found = open_side(given, iteration=getattr(options, f"iteration_{side}"), hf_config=config)
+    if config is not None and found.format not in ("torch_dist", "torch"):
+        raise UsageError("--hf-config is for a Megatron side", found=found.format, fix="leave it out")
+    return found
 
 
 def _likely(side: Side | None, engines: list[Found | None], timeout: float) -> tuple[Tensor, ...]:
@@ -110,7 +116,9 @@ def _ask(engine: Found, likely: tuple[Tensor, ...], timeout: float) -> Iterator[
 
 def _manifest(engine: Found, told: Served) -> Manifest:
     tensors = {
-        t.name: ManifestTensor(t.dtype, t.shape, hashes={ALGORITHM: hexdigest(int.from_bytes(value, "little"))})
+        t.name: ManifestTensor(
+            t.dtype, t.shape, hashes={ALGORITHM: hexdigest(int.from_bytes(value, "little"))}
+        )
         for t, value in zip(told.tensors, told.fingerprints, strict=True)
     }
     return Manifest(made_by(), tensors, ManifestSource(told.name[:4096], ENGINE))
@@ -125,7 +133,9 @@ def _distinct(ranks: list[_Asked]) -> list[_Asked]:
     return kept
 
 
-def _named(found: Comparison, urls: tuple[str, str], ranks: tuple[_Asked | None, _Asked | None]) -> Comparison:
+def _named(
+    found: Comparison, urls: tuple[str, str], ranks: tuple[_Asked | None, _Asked | None]
+) -> Comparison:
     """The same, with what the sides are."""
     changes: dict[str, Any] = {}
     for letter, url, rank in zip("ab", urls, ranks, strict=True):

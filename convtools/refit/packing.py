@@ -1,20 +1,24 @@
 """One pass over the source: each part into its bucket, looked at while it is still in the cache."""
 
 import time
+from typing import TYPE_CHECKING
 
 from convtools.equality.fingerprint import Fingerprint
+from convtools.equality.one_pass import NO_FLOATS, copy_and_look
 from convtools.errors import tick
-from convtools.refit.bucket import Mark
+from convtools.refit.bucket import Mark, Unmarked
 from convtools.refit.errors import RefitError
-from convtools.refit.guard import is_finite
-from convtools.refit.plan import Part, PlannedBucket, RefitPlan, Tensor
+from convtools.refit.guard import floats_of
+from convtools.refit.plan import Part, PlannedBucket, RefitPlan
 from convtools.refit.source import PushSource
 from convtools.refit.transaction import packed
 from convtools.stores.base import DTYPE_NBYTES
 
-_STEP = 1 << 19
-"""Bytes that are copied and looked at in one go: they and their copy fit a core's own cache."""
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
+_STEP = 1 << 19
+"""Bytes that are copied, looked at and marked in one go: they stay in a core's own cache."""
 
 _EXPONENT = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000), "F64": (8, 0x7FF << 52)}
 """dtype -> width, bits of the exponent."""
@@ -23,39 +27,37 @@ _EXPONENT = {"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000), "F
 class Packer:
     """Fills buckets, and collects the fingerprints of what it filled them with."""
 
-    def __init__(self, source: PushSource, plan: RefitPlan, *, finite: bool, fingerprints: bool) -> None:
+    def __init__(
+        self, source: PushSource, plan: RefitPlan, *, finite: bool, fingerprints: bool, checksums: bool = True
+    ) -> None:
         self._source, self._plan, self._finite, self._wanted = source, plan, finite, fingerprints
+        self.checksums = checksums
         self._values: dict[int, Fingerprint] = {}
         self.gather_seconds = self.pack_seconds = self.wait_seconds = 0.0
 
     def pack(
         self, index: int, bucket: PlannedBucket, data: memoryview, canaries: frozenset[int] = frozenset()
     ) -> bytes:
-        """Fill a bucket; gives its xxh3-128. Raises RefitError, naming the tensor, for NaN and infinity.
+        """Fill a bucket; gives its xxh3-128, or zeros. Raises RefitError, naming the tensor, for NaN and infinity.
 
         Of each tensor in `canaries`, the lowest bit of one of its first elements is turned over.
         """
         self._source.bucket(index, bucket)
-        mark, end = Mark(), 0
+        mark, end = Mark() if self.checksums else Unmarked(), 0
         for part in bucket.parts:
-            tensor = self._plan.tensors[part.tensor]
             mark.update(data[end : part.offset])
             end = part.offset + part.nbytes
-            step = _STEP if self._source.piecemeal else part.nbytes
-            for at in range(0, part.nbytes, step):
-                run = part._replace(start=part.start + at, nbytes=min(step, part.nbytes - at))
-                view = data[part.offset + at : part.offset + at + run.nbytes]
-                began = time.perf_counter()
-                self._source.fill(tensor, run, view)
-                filled = time.perf_counter()
-                if part.tensor in canaries and run.start == 0:
-                    view[canary_in(view, tensor.dtype)] ^= 1
-                for first in range(0, run.nbytes, _STEP):
-                    some = view[first : first + _STEP]
-                    self._look(tensor, run._replace(start=run.start + first), some)
-                    mark.update(some)
-                self.gather_seconds += filled - began
-                self.pack_seconds += time.perf_counter() - filled
+            view = data[part.offset : end]
+            lies = None if part.tensor in canaries else self._source.lies(self._plan.tensors[part.tensor])
+            if lies is None:
+                self._gather(part, view, mark, part.tensor in canaries)
+                continue
+            began = time.perf_counter()
+            for at in range(0, part.nbytes, _STEP):
+                step, first = view[at : at + _STEP], part.start + at
+                self._look(part.tensor, first, lies[first : first + len(step)], step)
+                mark.update(step)
+            self.pack_seconds += time.perf_counter() - began
         return mark.digest()
 
     def values(self) -> list[bytes]:
@@ -64,16 +66,34 @@ class Packer:
             return []
         return [packed(self._values.get(i)) for i in range(len(self._plan.tensors))]
 
-    def _look(self, tensor: Tensor, part: Part, view: memoryview) -> None:
-        import numpy as np
+    def _gather(self, part: Part, view: memoryview, mark: Mark | Unmarked, canary: bool) -> None:
+        """A part of a tensor that does not lie in memory as it is to be sent."""
+        tensor = self._plan.tensors[part.tensor]
+        step = _STEP if self._source.piecemeal else part.nbytes
+        for at in range(0, part.nbytes, step):
+            run = part._replace(start=part.start + at, nbytes=min(step, part.nbytes - at))
+            piece = view[at : at + run.nbytes]
+            began = time.perf_counter()
+            self._source.fill(tensor, run, piece)
+            filled = time.perf_counter()
+            if canary and run.start == 0:
+                piece[canary_in(piece, tensor.dtype)] ^= 1
+            for first in range(0, run.nbytes, _STEP):
+                self._look(part.tensor, run.start + first, piece[first : first + _STEP], None)
+                mark.update(piece[first : first + _STEP])
+            self.gather_seconds += filled - began
+            self.pack_seconds += time.perf_counter() - filled
 
-        if self._wanted:
-            self._values.setdefault(part.tensor, Fingerprint()).add(part.start, view)
-        if self._finite and not is_finite(np.frombuffer(view, "u1"), tensor.dtype):
-            first = part.start // DTYPE_NBYTES[tensor.dtype]
+    def _look(self, i: int, start: int, data: "Buffer", to: memoryview | None) -> None:
+        """Copy a run of a tensor, unless it lies there already, and look at it."""
+        tensor = self._plan.tensors[i]
+        value = self._values.setdefault(i, Fingerprint()) if self._wanted else None
+        floats = floats_of(tensor.dtype) if self._finite else NO_FLOATS
+        if not copy_and_look(to, data, start, value, floats):
+            size = DTYPE_NBYTES[tensor.dtype]
             raise RefitError(
                 f"{tick(tensor.name)} holds NaN or infinity",
-                where=f"{len(view) // DTYPE_NBYTES[tensor.dtype]} elements from {first} on",
+                where=f"{memoryview(data).nbytes // size} elements from {start // size} on",
                 fix="look at the training step; to push it all the same, finite=False",
             )
 

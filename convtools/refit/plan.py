@@ -94,12 +94,7 @@ def make_plan(tensors: Iterable[Tensor], bucket_bytes: int) -> RefitPlan:
     >>> [[(p.tensor, p.start, p.nbytes, p.offset) for p in b.parts] for b in plan.buckets]
     [[(0, 0, 6, 0), (1, 0, 256, 256)], [(1, 256, 256, 0)]]
     """
-    if type(bucket_bytes) is not int or bucket_bytes <= 0 or bucket_bytes % ALIGN:
-        raise UsageError(f"a bucket of {bucket_bytes!r} bytes", expected=f"a positive multiple of {ALIGN}")
-    listed = tuple(tensors)
-    _check(listed)
-    if sum(t.nbytes for t in listed) // bucket_bytes > MAX_BUCKETS:
-        raise UsageError(f"buckets of {bucket_bytes} bytes are too small for this model")
+    listed = _listed(tensors, bucket_bytes)
     buckets: list[PlannedBucket] = []
     parts: list[Part] = []
     at = 0
@@ -113,6 +108,41 @@ def make_plan(tensors: Iterable[Tensor], bucket_bytes: int) -> RefitPlan:
     if parts:
         buckets.append(_bucket(parts))
     return RefitPlan(listed, bucket_bytes, tuple(buckets))
+
+
+def make_windows(tensors: Iterable[Tensor], bucket_bytes: int) -> RefitPlan:
+    """Tensors one after another in one run of memory, each at a multiple of 256, cut into windows.
+
+    A part's region is one of the flat tensor. Raises what `make_plan` raises.
+
+    >>> plan = make_windows([Tensor("a", "BF16", (3,)), Tensor("b", "F32", (2, 65))], 512)
+    >>> [[(p.tensor, p.start, p.nbytes, p.offset) for p in b.parts] for b in plan.buckets]
+    [[(0, 0, 6, 0), (1, 0, 256, 256)], [(1, 256, 264, 0)]]
+    """
+    listed = _listed(tensors, bucket_bytes)
+    windows: list[list[Part]] = []
+    at = 0
+    for i, tensor in enumerate(listed):
+        size, done = DTYPE_NBYTES[tensor.dtype], 0
+        while done < tensor.nbytes:
+            window, offset = divmod(at, bucket_bytes)
+            nbytes = min(tensor.nbytes - done, bucket_bytes - offset)
+            if window == len(windows):
+                windows.append([])
+            windows[window].append(Part(i, Region((done // size,), (nbytes // size,)), done, nbytes, offset))
+            done, at = done + nbytes, at + nbytes
+        at = _aligned(at)
+    return RefitPlan(listed, bucket_bytes, tuple(map(_bucket, windows)))
+
+
+def _listed(tensors: Iterable[Tensor], bucket_bytes: int) -> tuple[Tensor, ...]:
+    if type(bucket_bytes) is not int or bucket_bytes <= 0 or bucket_bytes % ALIGN:
+        raise UsageError(f"a bucket of {bucket_bytes!r} bytes", expected=f"a positive multiple of {ALIGN}")
+    listed = tuple(tensors)
+    _check(listed)
+    if sum(t.nbytes for t in listed) // bucket_bytes > MAX_BUCKETS:
+        raise UsageError(f"buckets of {bucket_bytes} bytes are too small for this model")
+    return listed
 
 
 def _parts(i: int, tensor: Tensor, bucket_bytes: int, at: int) -> list[Part]:

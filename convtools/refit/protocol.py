@@ -73,8 +73,10 @@ class Agree(_Message, frozen=True):
     protocol: Count
     tensors: Annotated[list[TensorRow], Meta(max_length=MAX_TENSORS)]
     bucket_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
-    slots: Annotated[int, Meta(ge=1, le=64)]
+    slots: Annotated[int, Meta(ge=1, le=1 << 20)]
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    windows: bool = False
+    """Whether the ring is the tensors' own memory, and bucket `i` its window `i`."""
 
 
 class Agreed(_Message, frozen=True):
@@ -105,6 +107,8 @@ class Open(_Message, frozen=True):
     in_flight: InFlight = DRAIN
     flush: bool = True
     """Whether KV and prefix caches are emptied by the commit."""
+    checksums: bool = True
+    """Whether buckets bring one that counts."""
 
 
 class Opened(_Message, frozen=True):

@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 from convtools.errors import ConvtoolsError
 from convtools.refit.applier import Applier
+from convtools.refit.bucket import Slots
 from convtools.refit.coverage import Coverage
 from convtools.refit.errors import NotServing, RefitError
 from convtools.refit.gate import Gate
-from convtools.refit.plan import RefitPlan, Tensor, make_plan
+from convtools.refit.plan import RefitPlan, Tensor, make_plan, make_windows
 from convtools.refit.protocol import (
     ABORT,
     CLEAN,
@@ -52,16 +52,9 @@ from convtools.refit.protocol import (
     wire_text,
 )  # fmt: skip
 from convtools.refit.readback import digests_of, fingerprints_of, list_of
-from convtools.refit.transaction import Transaction
+from convtools.refit.transaction import Transaction, check_open
 
 MAX_LEASE = 3600.0
-
-
-class Slots(Protocol):
-    """The buffers that buckets arrive in."""
-
-    def slot(self, i: int, nbytes: int) -> memoryview:
-        """The bytes of one. Raises RefitError outside of them."""
 
 
 class Receiver:
@@ -78,6 +71,7 @@ class Receiver:
         applier: Applier,
         *,
         version: int = 0,
+        state: str = CLEAN,
         flush: Callable[[], None] | None = None,
         drain: float = 10.0,
         in_flight: Callable[[str], None] | None = None,
@@ -88,7 +82,7 @@ class Receiver:
         self.gate = Gate()
         self._applier, self._flush, self._drain, self._clock = applier, flush, drain, clock
         self._in_flight, self._received = in_flight, dict[str, bytes]()
-        self._state, self._version, self._token = CLEAN, version, 0
+        self._state, self._version, self._token = state, version, 0
         self._transaction: Transaction | None = None
         self._agreed: dict[object, RefitPlan] = {}
         self._lock = threading.RLock()
@@ -211,7 +205,7 @@ class Receiver:
             raise RefitError("another protocol", expected=PROTOCOL, found=message.protocol)
         rows = [Tensor(t.name, t.dtype, t.shape) for t in message.tensors]
         self._applier.accept(rows)  # before anything is planned for shapes that a peer made up
-        plan = make_plan(rows, message.bucket_bytes)
+        plan = (make_windows if message.windows else make_plan)(rows, message.bucket_bytes)
         if plan.digest != message.digest:
             raise RefitError("the plans differ", expected=plan.digest.hex(), found=message.digest.hex())
         if self._transaction is not None and self._transaction.owner is owner:
@@ -228,19 +222,7 @@ class Receiver:
             raise RefitError("Open of a plan that was not agreed on")
         if self._transaction is not None:
             raise RefitError(f"attempt {self._transaction.token} is open", fix="wait until it ends")
-        if message.token <= self._token:
-            raise RefitError("an old attempt", expected=f"above {self._token}", found=message.token)
-        if not message.force and message.base != self._version:
-            raise RefitError("another version is served", expected=message.base, found=self._version)
-        if not message.force and message.version < self._version:
-            raise RefitError(
-                "a version is never lowered", expected=f">= {self._version}", found=message.version
-            )
-        if message.in_flight not in self.policies:
-            raise RefitError(
-                "the engine cannot do that with requests in flight",
-                expected=" or ".join(self.policies), found=message.in_flight,
-            )  # fmt: skip
+        check_open(message, self._token, self._version, self.policies)
         lease = min(message.lease, MAX_LEASE)
         if self._applier.in_place():
             self._close_gate(message.in_flight)
@@ -248,7 +230,7 @@ class Receiver:
         self._transaction = Transaction(
             message.token, message.attempt, owner, message.version, plan, lease,
             self._clock() + lease, self._state, Coverage(plan), fingerprints=message.fingerprints,
-            in_flight=message.in_flight, flush=message.flush,
+            in_flight=message.in_flight, flush=message.flush, checksums=message.checksums,
         )  # fmt: skip
         self._state = UPDATING
         try:

@@ -31,7 +31,7 @@ class Served:
 
 
 def held(sink: Sink, timeout: float) -> tuple[Tensor, ...] | None:
-    """The tensors that an engine takes, under its names; None where it cannot list them. Raises RefitError."""
+    """The tensors that an engine takes; None where it cannot list them. Raises RefitError."""
     inquire: Callable[[Question, float], Answer] | None = getattr(sink, "inquire", None)
     if inquire is None:
         return None
@@ -44,7 +44,7 @@ def held(sink: Sink, timeout: float) -> tuple[Tensor, ...] | None:
 
 
 def standing(sink: Sink, timeout: float, tensors: Sequence[Tensor] = ()) -> Served:
-    """State and version alone; `tensors` are needed of an engine that says nothing before a plan is agreed on.
+    """State and version alone; some engines say so only when they know for which `tensors`.
 
     Raises RefitError.
     """

@@ -14,6 +14,7 @@ from convtools.equality.canonical import Side, open_side
 from convtools.equality.live import Shards, named_tensors
 from convtools.equality.reading import Memory, Reader
 from convtools.errors import UsageError, capped, tick
+from convtools.refit.arena import Arena, ArenaSource
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import Part, PlannedBucket, Tensor
 from convtools.refit.weights import described, flat_bytes
@@ -40,6 +41,9 @@ class PushSource(Protocol):
 
     def bucket(self, index: int, planned: PlannedBucket) -> None:
         """The parts of this bucket come next."""
+
+    def lies(self, tensor: Tensor) -> Any:
+        """A tensor's bytes where they lie, in order and contiguous; None where `fill` must gather them."""
 
     def fill(self, tensor: Tensor, part: Part, to: memoryview) -> None:
         """The bytes of a part."""
@@ -123,6 +127,10 @@ class LiveSource:
 
     def bucket(self, index: int, planned: PlannedBucket) -> None:
         """Nothing to do: all of it is here."""
+
+    def lies(self, tensor: Tensor) -> Any:
+        """Its bytes, or those of its copy."""
+        return self._bytes(tensor.name)
 
     def fill(self, tensor: Tensor, part: Part, to: memoryview) -> None:
         """Copy."""
@@ -223,6 +231,9 @@ class SideSource:
     def bucket(self, index: int, planned: PlannedBucket) -> None:
         """Nothing to do: each part is gathered when it is filled."""
 
+    def lies(self, tensor: Tensor) -> None:
+        """Nowhere: it is gathered."""
+
     def fill(self, tensor: Tensor, part: Part, to: memoryview) -> None:
         """Gather by the moves of the plan; worked out at the first push."""
         assert self._reader is not None and self._plain is not None
@@ -251,8 +262,13 @@ class SideSource:
 def open_push_source(given: Any, tied: Mapping[str, str] | None = None) -> PushSource:
     """Named tensors, a module, a call that gives them, `Shards`, or a checkpoint's path, opened to push.
 
-    Raises what `open_side` raises, and UsageError.
+    A source of one's own is taken as it is. Raises what `open_side` raises, and UsageError.
     """
+    if hasattr(given, "fill") and hasattr(given, "leads"):
+        own: PushSource = given
+        return own
+    if isinstance(given, Arena):
+        return ArenaSource(given)
     if isinstance(given, Shards | Side | str | Path) or not (
         callable(given) or named_tensors(given) is not None
     ):

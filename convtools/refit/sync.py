@@ -5,11 +5,14 @@ All sinks prepare before any commits, and any failure before that is an abort ev
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from convtools.errors import ConvtoolsError, UsageError
+from convtools.refit.arena import Arena
 from convtools.refit.bucket import Ring
 from convtools.refit.errors import RefitError
 from convtools.refit.fleet import Fleet
@@ -17,12 +20,14 @@ from convtools.refit.link import Link
 from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan, make_plan
 from convtools.refit.protocol import DRAIN, POISONED, InFlight
+from convtools.refit.ranks.source import RankedSource
 from convtools.refit.report import CheckReport, PushReport, SinkReport, VerifyReport, differing
 from convtools.refit.selftest import SelfTest
 from convtools.refit.sinks.base import Sink
 from convtools.refit.source import PushSource, open_push_source
 from convtools.refit.trace import Trace
 
+_Report = TypeVar("_Report")
 BUCKET_BYTES = 8 << 20  # what one side wrote is still in the cache when the other reads it
 
 
@@ -39,9 +44,13 @@ class WeightSync:
     empties KV and prefix caches at the commit. `base(version)` gives the weights of a version that was
     pushed before, in any form that `source` may have: a sink that an abort left poisoned gets them back.
 
-    Every bucket has a checksum. `fingerprints` compares each tensor besides, as it was read and as it lies
-    in the engine; `finite` refuses NaN and infinity. What is switched off is named in the report. `trace`
+    `checksums`: every bucket has one, verified before it is applied. `fingerprints` compares each tensor besides, as it was read and as it lies
+    in the engine; `finite` refuses NaN and infinity. What is switched off is named in the report. With an
+    `Arena` as the source nothing is packed: engines read the trainer's own tensors, window by window. `trace`
     is a file for a trace of all pushes, `progress` is told of bytes as they are handed over.
+
+    With a `RankedSource` every rank makes one and calls `push`, `verify` and `check` in step; the sinks are
+    those of the rank that leads, and the report, or the error, is the same on all.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class WeightSync:
         lease: float = 60.0,
         finite: bool = True,
         fingerprints: bool = True,
+        checksums: bool = True,
         tied: Mapping[str, str] | None = None,
         before_read: Callable[[], None] | None = None,
         in_flight: InFlight = DRAIN,
@@ -70,13 +80,21 @@ class WeightSync:
             raise UsageError("a push needs a sink at least")
         self._timeout, self._base, self._before_read = timeout, base, before_read
         self._finite, self._fingerprints, self._flush = finite, fingerprints, flush
-        self.plan: RefitPlan = make_plan(self._source.tensors(), bucket_bytes)
+        self._arena, self._checksums = source if isinstance(source, Arena) else None, checksums
+        self.plan: RefitPlan = (
+            make_plan(self._source.tensors(), bucket_bytes) if self._arena is None else self._arena.plan
+        )
         """What goes where."""
-        self._ring = Ring(bucket_bytes, slots)
+        self._ranks = self._source if isinstance(self._source, RankedSource) else None
+        if self._ranks is not None:
+            self._ranks.bind(self.plan, before_read, timeout * (4 + 4 * len(listed)))
+            self._before_read, said = None, progress
+            progress = partial(self._ranks.progress, said)
+        self._ring = Ring(bucket_bytes, slots) if self._arena is None else self._arena
         self._trace = Trace(trace)
         self._fleet = Fleet(
             listed if self._source.leads else (), self.plan, self._ring, timeout=timeout, lease=lease,
-            in_flight=in_flight, flush=flush, trace=self._trace, progress=progress,
+            in_flight=in_flight, flush=flush, trace=self._trace, progress=progress, checksums=checksums,
         )  # fmt: skip
         self._busy = False
         self._last: list[bytes] = []
@@ -104,6 +122,16 @@ class WeightSync:
         """
         if type(version) is not int or not 0 <= version < 1 << 62:
             raise UsageError("a version is a step of the trainer", found=repr(version))
+        return self._together("push", (version, force), lambda: self._push(version, force))
+
+    def _together(self, what: str, args: tuple[int | None, ...], run: Callable[[], _Report]) -> _Report:
+        """Of several ranks one does it, and the others serve it their bytes."""
+        if self._ranks is None:
+            return run()
+        found: _Report = self._ranks.together(what, args, run)
+        return found
+
+    def _push(self, version: int, force: bool) -> PushReport:
         began = time.perf_counter()
         with _Reading(self, self._source) as packer, self._trace.timed("push", "push", version=version):
             try:
@@ -123,6 +151,9 @@ class WeightSync:
 
     def verify(self) -> VerifyReport:
         """Compare the source's tensors with those that every sink serves now, by their fingerprints."""
+        return self._together("verify", (), self._verify)
+
+    def _verify(self) -> VerifyReport:
         with _Reading(self, self._source, fingerprints=True) as packer:
             wanted = self._values(packer)
             differ: dict[str, tuple[str, ...]] = {}
@@ -148,16 +179,43 @@ class WeightSync:
         written in a transaction that is prepared, read back and aborted: they are never served. A sink
         that writes in place and cannot go back serves nothing from then on until the push that ends it.
         """
+        return self._together("check", (version,), lambda: self._check(version))
+
+    def _check(self, version: int | None) -> CheckReport:
+        with self._packed():
+            for link in self._links:
+                link.refresh(self.plan, self._ring, self._timeout, False)
+            at = max(link.version for link in self._links) if version is None else version
+            reading = _Reading(self, self._source, finite=False, fingerprints=True)
+            return SelfTest(self._fleet, self.push, lambda: reading).run(at)
+
+    @contextmanager
+    def _packed(self) -> Iterator[None]:
+        """Through staging buffers, of an arena too: nothing may be written to the trainer's own tensors."""
+        if self._arena is None:
+            yield
+            return
+        before, live = (self._source, self.plan, self._ring), open_push_source(self._arena.tensors_sent())
+        with Ring(self.plan.bucket_bytes) as staging:
+            self._use(live, make_plan(live.tensors(), self.plan.bucket_bytes), staging)
+            try:
+                yield
+            finally:
+                self._use(*before)
+
+    def _use(self, source: PushSource, plan: RefitPlan, ring: Ring) -> None:
         for link in self._links:
-            link.refresh(self.plan, self._ring, self._timeout, False)
-        at = max(link.version for link in self._links) if version is None else version
-        reading = _Reading(self, self._source, finite=False, fingerprints=True)
-        return SelfTest(self._fleet, self.push, lambda: reading).run(at)
+            state = link.state
+            link.drop()
+            link.state = state
+        self._source, self.plan, self._ring = source, plan, ring
+        self._fleet.plan, self._fleet.ring = plan, ring
 
     def close(self) -> None:
         """Hang up everywhere, and give the staging memory back."""
         self._fleet.close()
-        self._ring.close()
+        if self._arena is None:
+            self._ring.close()
         self._trace.close()
 
     def __enter__(self) -> Self:
@@ -171,9 +229,10 @@ class WeightSync:
     def _report(
         self, version: int, packer: Packer, seconds: float, prepared: float, changed: int | None
     ) -> PushReport:
-        off = {"finite": self._finite, "fingerprints": self._fingerprints, "flush": self._flush}
+        off = {"finite": self._finite, "fingerprints": self._fingerprints, "checksums": self._checksums}
+        off["flush"] = self._flush
         return PushReport(
-            version, len(self.plan.tensors), len(self.plan.buckets), self.plan.nbytes, self._ring.nbytes,
+            version, len(self.plan.tensors), len(self.plan.buckets), self.plan.nbytes, self._ring.staging_bytes,
             seconds, packer.gather_seconds, packer.pack_seconds, packer.wait_seconds,
             time.perf_counter() - prepared,
             tuple(
@@ -183,12 +242,14 @@ class WeightSync:
                 )
                 for link in self._links
             ),
-            tuple(name for name, on in off.items() if not on), changed,
+            (*(name for name, on in off.items() if not on), *getattr(self._source, "unchecked", ())), changed,
         )  # fmt: skip
 
     def _refused(self, version: int, error: ConvtoolsError) -> RefitError:
         """The same, with the state of each sink, after what can be healed was."""
-        healed = self._heal()
+        poisoned = self._base is not None and any(link.state == POISONED for link in self._links)
+        with self._packed() if poisoned else nullcontext():
+            healed = self._heal()
         found = "; ".join(str(part) for part in (error.found, healed) if part)
         return RefitError(
             f"version {version} was not pushed: {error.what}",
@@ -223,7 +284,7 @@ class WeightSync:
 
     def _values(self, packer: Packer) -> list[bytes]:
         for index, bucket in enumerate(self.plan.buckets):
-            packer.pack(index, bucket, self._ring.slot(0, bucket.nbytes))
+            packer.pack(index, bucket, self._ring.slot(index % self._ring.slots, bucket.nbytes))
         return packer.values()
 
 
@@ -256,7 +317,10 @@ class _Reading:
         except BaseException:
             self.__exit__()
             raise
-        return Packer(self._source, sync.plan, finite=self._finite, fingerprints=self._fingerprints)
+        return Packer(
+            self._source, sync.plan, finite=self._finite, fingerprints=self._fingerprints,
+            checksums=sync._checksums,
+        )  # fmt: skip
 
     def __exit__(self, *_: object) -> None:
         if not self._nested:

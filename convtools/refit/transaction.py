@@ -1,17 +1,18 @@
 """An attempt while it is open: what has come, whether it was as it must be, and whether it is all."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from convtools.equality.fingerprint import Fingerprint
+from convtools.equality.one_pass import copy_and_look
 from convtools.errors import capped, tick
 from convtools.refit.applier import Applier
 from convtools.refit.bucket import checksum
 from convtools.refit.coverage import Coverage
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import RefitPlan
-from convtools.refit.protocol import DRAIN, FINGERPRINT_NBYTES, Bucket, PartRow
+from convtools.refit.protocol import DRAIN, FINGERPRINT_NBYTES, Bucket, Open, PartRow
 from convtools.stores.base import DTYPE_NBYTES
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Transaction:
     fingerprints: bool = True
     in_flight: str = DRAIN
     flush: bool = True
+    checksums: bool = True
     prepared: bool = False
 
     def consume(self, bucket: Bucket, data: memoryview, applier: Applier, aliases: Mapping[str, str]) -> None:
@@ -50,21 +52,25 @@ class Transaction:
         for part in bucket.parts:
             _check_part(self.plan, part, bucket.nbytes)
         _check_apart(bucket.parts)
-        if checksum(data) != bucket.checksum:
+        if self.checksums and checksum(data) != bucket.checksum:
             raise RefitError(f"bucket {bucket.index} was altered on its way")
         for part in bucket.parts:
             self.coverage.add(part.tensor, part.start, part.start + part.nbytes)
         self.seen.add(bucket.index)
-        array = np.frombuffer(data, "u1")
+        array, tied = np.frombuffer(data, "u1"), _tied(aliases)
         for part in bucket.parts:
-            self._write(part, array[part.offset : part.offset + part.nbytes], applier, aliases)
+            self._write(part, array[part.offset : part.offset + part.nbytes], applier, tied)
 
     def _write(
-        self, part: PartRow, data: "np.ndarray[Any, Any]", applier: Applier, aliases: Mapping[str, str]
+        self, part: PartRow, data: "np.ndarray[Any, Any]", applier: Applier, tied: frozenset[str]
     ) -> None:
         tensor, value = self.plan.tensors[part.tensor], None
-        if self.fingerprints or tensor.name in _tied(aliases):
+        if self.fingerprints or tensor.name in tied:
             value = self.values.setdefault(part.tensor, Fingerprint())
+        if value is not None and getattr(applier, "copies", False):
+            copying: Callable[..., object] = applier.write
+            copying(tensor, part.start, data, lambda to, of: copy_and_look(to, of, part.start, value))
+            return
         step = _STEP if value is not None else part.nbytes
         for at in range(0, part.nbytes, step):
             lies = applier.write(tensor, part.start + at, data[at : at + step])
@@ -95,6 +101,22 @@ class Transaction:
                     raise RefitError(
                         f"{tick(tensor.name)} and {tick(own)} are one tensor here, and differ there"
                     )
+
+
+def check_open(message: Open, token: int, version: int, policies: Sequence[str]) -> None:
+    """Raises RefitError unless an attempt may begin at an engine that saw `token` and serves `version`."""
+    if message.token <= token:
+        raise RefitError("an old attempt", expected=f"above {token}", found=message.token)
+    if not message.force and message.base != version:
+        raise RefitError("another version is served", expected=message.base, found=version)
+    if not message.force and message.version < version:
+        raise RefitError("a version is never lowered", expected=f">= {version}", found=message.version)
+    if message.in_flight not in policies:
+        raise RefitError(
+            "the engine cannot do that with requests in flight",
+            expected=" or ".join(policies),
+            found=message.in_flight,
+        )
 
 
 def _tied(aliases: Mapping[str, str]) -> frozenset[str]:

@@ -24,7 +24,9 @@ def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """
     found = language_model(dict(config))
     spec = found.parse()
-    model = Model(found.family, found.config, spec, found.family.mcore_spelling(spec, ()))
+    depth = getattr(spec, "mtp_depth", 0)  # each with weights of its own, unless the config says otherwise
+    last = [f"mtp.layers.{depth - 1}.enorm.weight"] if depth else []
+    model = Model(found.family, found.config, spec, found.family.mcore_spelling(spec, last))
     return {name: tuple(shape) for name, shape in model.table(spec.vocab).hf.items()}
 
 
@@ -47,7 +49,7 @@ def checkpoint_tensors(state: Mapping[str, Any], shapes: Shapes) -> dict[str, An
             _check_placements(place.own, state[place.own], halved=place.half is not None)
         view = view_of(state[place.own], place, name)
         if tuple(view.shape) != tuple(shape):
-            problems.append(f"{tick(name)} is {list(view.shape)} in the module, {list(shape)} in the checkpoint")
+            problems.append(f"{tick(name)} is {list(view.shape)} in the module, not {list(shape)}")
         left[place.own] -= int(view.numel())
         out[name] = view
     problems += [f"{tick(own)} has {n} elements that the checkpoint has not" for own, n in left.items() if n]

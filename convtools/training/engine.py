@@ -88,9 +88,12 @@ class Engine:
             raise UsageError("the gradient of the last step is still there", fix="call zero_grad()")
         if self._backwards == self.accumulate:
             raise UsageError(f"{self.accumulate} backward passes make a step", fix="call step()")
-        if loss.numel() != 1 or not loss.requires_grad:
-            found = f"{list(loss.shape)}, {'with' if loss.requires_grad else 'without'} a gradient"
-            raise UsageError("a loss is one number that depends on the weights", found=found)
+        if not hasattr(loss, "requires_grad") or loss.numel() != 1 or not loss.requires_grad:
+            shape = list(getattr(loss, "shape", ()))
+            raise UsageError(
+                "a loss is one number that depends on the weights",
+                found=f"{type(loss).__name__} {shape}, requires_grad={getattr(loss, 'requires_grad', False)}",
+            )
         weight = 1 / self.accumulate if math.isfinite(float(loss.detach())) else math.nan
         loss.backward(loss.detach().new_full(loss.shape, weight))  # type: ignore[no-untyped-call]
         self._backwards += 1

@@ -28,7 +28,7 @@ def global_grad_norm(parameters: "Iterable[tuple[str, torch.nn.Parameter]]") -> 
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None:  # every rank takes part, also one whose shard of it is empty
             sums[mesh, _cuts(name, parameter)] += 0.0
-        grad = parameter.grad
+        grad: Any = parameter.grad
         if grad is None:
             continue
         found = True

@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, H hidden size, V vocabulary.
 
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ class Hybrid(nn.Module):
     """
 
     def __init__(self, config: Any) -> None:
-        """`config`: a NemotronHConfig of transformers. Raises ConfigError for an MTP layer it cannot build."""
+        """`config`: transformers' NemotronHConfig. Raises ConfigError for an MTP layer it cannot build."""
         from transformers import NemotronHForCausalLM
 
         super().__init__()
@@ -68,27 +69,27 @@ class MtpHead(nn.Module):
 
     def __init__(self, config: Any) -> None:
         """Raises ConfigError."""
-        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
-
         super().__init__()
+        theirs: Any = import_module("transformers.models.nemotron_h.modeling_nemotron_h")
         kinds, self.depths = list(config.mtp_layers_block_type), int(config.num_nextn_predict_layers)
         if not kinds or set(kinds) - {"full_attention", "moe", "mlp"}:
             raise ConfigError("layers of multi-token prediction that this head cannot build", found=kinds)
         self.inner = len(kinds)
+        h, eps, std = config.hidden_size, config.layer_norm_epsilon, config.initializer_range
         inner = deepcopy(config)
         inner.layers_block_type = kinds * self.depths
         self.layers = nn.ModuleList()
         for f in range(self.depths * self.inner):
-            block = NemotronHBlock(inner, f)
-            block.apply(_initialised(config.initializer_range))
+            block = theirs.NemotronHBlock(inner, f)
+            block.apply(_initialised(std))
             layer = MtpLayer(block)
             if f % self.inner == 0:
-                layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-                nn.init.normal_(layer.eh_proj.weight, std=config.initializer_range)
-                layer.enorm = NemotronHRMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-                layer.hnorm = NemotronHRMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+                layer.eh_proj = nn.Linear(2 * h, h, bias=False)
+                nn.init.normal_(layer.eh_proj.weight, std=std)
+                layer.enorm = theirs.NemotronHRMSNorm(h, eps=eps)
+                layer.hnorm = theirs.NemotronHRMSNorm(h, eps=eps)
             if f % self.inner == self.inner - 1:
-                layer.final_layernorm = NemotronHRMSNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+                layer.final_layernorm = theirs.NemotronHRMSNorm(h, eps=eps)
             self.layers.append(layer)
 
     def forward(self, depth: int, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -101,10 +102,11 @@ class MtpHead(nn.Module):
 class MtpLayer(nn.Module):
     """A block of transformers under the checkpoint's names, and what stands before and after it."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
         self.kind = str(block.block_type)
-        self.norm, self.mixer = block.norm, block.mixer
+        self.norm: nn.Module = block.norm
+        self.mixer: nn.Module = block.mixer
         self.eh_proj: nn.Module | None = None
         self.enorm: nn.Module | None = None
         self.hnorm: nn.Module | None = None

@@ -31,7 +31,8 @@ from convtools.layout.plan import Move, Stride
 from convtools.layout.region import Region
 
 PAGE = Path(__file__).parents[2] / "docs/fingerprint.md"
-PLAIN = "compiled, no vectors"
+PLAIN, AVX2 = "compiled, no vectors", "compiled, AVX2 at most"
+LEVELS = {PLAIN: 0, AVX2: 1, COMPILED: 2}
 
 
 def reference() -> dict[str, Any]:
@@ -52,9 +53,9 @@ def reference() -> dict[str, Any]:
 value: Callable[..., int] = reference()["value"]
 
 
-@pytest.fixture(params=[COMPILED, PLAIN, NUMPY])
+@pytest.fixture(params=[*LEVELS, NUMPY])
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every way to compute it; the compiled one with and without vector instructions."""
+    """Every way to compute it; the compiled one with all vector instructions there are, fewer, and none."""
     if request.param == NUMPY:
         yield NUMPY
         return
@@ -62,7 +63,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip("the compiled kernel was not built: pip install -e . with a C compiler builds it")
     from convtools.equality import fingerprint_kernel
 
-    before = fingerprint_kernel.vector(request.param == COMPILED)
+    before = fingerprint_kernel.vector(LEVELS[request.param])
     yield COMPILED
     fingerprint_kernel.vector(before)
 

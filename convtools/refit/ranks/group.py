@@ -4,12 +4,12 @@ A group of its own, because gloo closes a group for good when a wait in it times
 groups must live on. Bytes only, framed by us: what torch would pickle is not used.
 """
 
+import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from convtools.errors import ConvtoolsError, UsageError, capped, tick
@@ -26,7 +26,6 @@ _COMMAND = struct.Struct("<4sIQ")
 _MAGIC = b"cvG1"
 _LAST_WORD = 3.0
 """Seconds that the others look for what the lead said last, once the group is broken."""
-_NUMBERS = count()
 
 
 class RankGroup:
@@ -55,7 +54,7 @@ class RankGroup:
             ),
             "the making of a group",
         )
-        self._words = f"convtools-refit/{'-'.join(map(str, members))}/{next(_NUMBERS)}"
+        self._words = f"convtools-refit/{self.exchange(secrets.token_bytes(8))[0].hex()}"
 
     @property
     def leads(self) -> bool:
@@ -83,7 +82,8 @@ class RankGroup:
 
     def _all_gather(self, into: "list[torch.Tensor]", mine: "torch.Tensor", until: float) -> None:
         work = self._guarded(
-            lambda: self._dist.all_gather(into, mine, group=self._group, async_op=True), "an exchange of all ranks"
+            lambda: self._dist.all_gather(into, mine, group=self._group, async_op=True),
+            "an exchange of all ranks",
         )
         self.wait(work, until, "an exchange of all ranks")
 
@@ -102,7 +102,8 @@ class RankGroup:
     def broadcast(self, tensor: "torch.Tensor", of: int = 0) -> Any:
         """Begin to send to all, or to receive from `of`. Raises PeerError."""
         return self._guarded(
-            lambda: self._dist.broadcast(tensor, self._members[of], group=self._group, async_op=True), "a broadcast"
+            lambda: self._dist.broadcast(tensor, self._members[of], group=self._group, async_op=True),
+            "a broadcast",
         )
 
     def wait(self, work: Any, until: float, whom: str) -> None:
@@ -110,7 +111,9 @@ class RankGroup:
         left = max(until - time.monotonic(), 0.001)
         self._guarded(lambda: work.wait(timedelta(seconds=left)), whom)
 
-    def command(self, kind: int, value: int = 0, to: Sequence[int] | None = None, payload: bytes = b"") -> None:
+    def command(
+        self, kind: int, value: int = 0, to: Sequence[int] | None = None, payload: bytes = b""
+    ) -> None:
         """Tell ranks (by default all others) what to do next. Raises PeerError, FrameError."""
         import torch
 
@@ -128,7 +131,9 @@ class RankGroup:
         for rank, work in works:
             self.wait(work, until, f"rank {rank}")
 
-    def told(self, timeout: float, of: int = 0, payloads: frozenset[int] = frozenset()) -> tuple[int, int, bytes]:
+    def told(
+        self, timeout: float, of: int = 0, payloads: frozenset[int] = frozenset()
+    ) -> tuple[int, int, bytes]:
         """(kind, value, payload) of the next command; kinds in `payloads` bring one. Raises PeerError."""
         import torch
 

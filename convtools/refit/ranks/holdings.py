@@ -151,7 +151,9 @@ def _merge_hf(holdings: Sequence[Holdings]) -> Merged:
         first = kinds.setdefault(row.name, (row.dtype, row.shape))
         region = Region(row.offsets, row.sizes)
         if first != (row.dtype, row.shape):
-            problems.append(f"{tick(row.name)} is {row.dtype} {list(row.shape)} on rank {rank}, {first} before")
+            problems.append(
+                f"{tick(row.name)} is {row.dtype} {list(row.shape)} on rank {rank}, {first} before"
+            )
         elif not region.within(row.shape):
             problems.append(f"{tick(row.name)}: rank {rank} holds {region}, which lies outside")
         elif region.numel or not Region.whole(row.shape).numel:
@@ -229,7 +231,10 @@ def _merge_megatron(holdings: Sequence[Holdings]) -> Merged:
     shards = Shards(ranks, layout, json.loads(holdings[0].config))
     source = shards_source(shards, _RemoteBytes())
     holders = {
-        rank_path(*at): at for chunks in ranks.values() for named in chunks for at in (t.at for t in named.values())
+        rank_path(*at): at
+        for chunks in ranks.values()
+        for named in chunks
+        for at in (t.at for t in named.values())
     }
     groups = {at[0]: list(at) for at in twins.values()}
     for pair in source.duplicates:

@@ -72,7 +72,8 @@ def dtensor_region(name: str, tensor: Any) -> Region:
             dim = int(placement.dim)
         else:
             raise UsageError(
-                f"{tick(name)} is {placement} over a mesh dim", fix="redistribute it: a part of a sum is no weight"
+                f"{tick(name)} is {placement} over a mesh dim",
+                fix="redistribute it: a part of a sum is no weight",
             )
         factor = int(getattr(placement, "split_factor", 1))
         splits.append(Split(int(mesh.size(axis)), int(coordinate[axis]), dim, factor))

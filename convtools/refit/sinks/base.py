@@ -32,7 +32,7 @@ class Sink(Protocol):
 def agree(plan: RefitPlan, ring: Ring) -> Agree:
     """The first question."""
     rows = [TensorRow(t.name, t.dtype, t.shape) for t in plan.tensors]
-    return Agree(PROTOCOL, rows, plan.bucket_bytes, ring.slots, plan.digest)
+    return Agree(PROTOCOL, rows, plan.bucket_bytes, ring.slots, plan.digest, ring.windows)
 
 
 class DirectSink:

@@ -3,7 +3,7 @@
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import parse_qsl
 
 from convtools.conversion.options import Options
@@ -54,19 +54,21 @@ def _asked(url: str, query: str) -> dict[str, str]:
         raise UsageError(f"{url}: an option is given twice")
     if unknown := sorted(set(asked) - {"to", "reload", *CHOICES}):
         raise UsageError(
-            f"{url}: {tick(unknown[0])} is no option of a directory", expected=f"to, reload, {capped(CHOICES, 20)}"
+            f"{url}: {tick(unknown[0])} is no option of a directory",
+            expected=f"to, reload, {capped(CHOICES, 20)}",
         )
     return asked
 
 
 def _value(name: str, text: str) -> Any:
     """A choice as `Options` wants it. Raises UsageError."""
-    kind = str(Options.__dataclass_fields__[name].type)
-    if kind.startswith("bool"):
+    kind = Options.__dataclass_fields__[name].type
+    kinds = get_args(kind) or (kind,)
+    if bool in kinds:
         if text not in ("true", "false", ""):
             raise UsageError(f"{name}={tick(text)}", expected="true or false")
         return text != "false"
-    if kind.startswith("int") and "str" not in kind:
+    if int in kinds and str not in kinds:
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise UsageError(f"{name}={tick(text)} is no number")
         return int(text)

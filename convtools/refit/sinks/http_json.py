@@ -67,13 +67,14 @@ def ask(
     kind = http.client.HTTPSConnection if base.secure else http.client.HTTPConnection
     connection, where = kind(base.host, base.port, timeout=timeout), f"{base}{path}"
     late = threading.Event()
+    opened: list[socket.socket] = []  # a connection forgets its socket when the answer begins
 
     def stop() -> None:
         # A server that sends a byte now and then passes every deadline of the socket's own.
         late.set()
-        if connection.sock is not None:
-            with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        for sock in opened or [connection.sock]:
+            with suppress(OSError, AttributeError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(timeout, stop)
     timer.daemon = True
@@ -83,6 +84,10 @@ def ask(
         headers |= {"Authorization": f"Bearer {key}"} if key else {}
         data = None if body is None else json.dumps(body).encode()
         headers |= {"Content-Type": "application/json"} if data is not None else {}
+        connection.connect()
+        opened.append(connection.sock)
+        if late.is_set():
+            raise TimeoutError
         connection.request("GET" if data is None else "POST", base.prefix + path, data, headers)
         answer = connection.getresponse()
         raw = answer.read(MAX_ANSWER + 1)

@@ -71,15 +71,16 @@ class SocketLoader:
 
 def loader_of(url: str, timeout: float = 10.0) -> Loader:
     """The engine at a URL, as one that loads directories. Raises UsageError, PeerError."""
-    from convtools.refit.sinks.url import find
+    from convtools.refit.sinks.url import engine_key, find
 
+    key = engine_key()
     if url.startswith(("sglang+http://", "sglang+https://")):
-        return SGLangLoader(parse_base(url.partition("+")[2]))
+        return SGLangLoader(parse_base(url.partition("+")[2]), key=key)
     if url.startswith(("http://", "https://")):
         base = parse_base(url)
-        reply = ask(base, "/model_info", timeout)
+        reply = ask(base, "/model_info", timeout, key=key)
         if reply.status == 200 and "model_path" in reply.body:
-            return SGLangLoader(base)
+            return SGLangLoader(base, key=key)
     found = find(url, timeout=timeout)
     if found.kind in ("reference engine", "refit socket") and len(found.sinks) == 1:
         return SocketLoader(found.sinks[0])

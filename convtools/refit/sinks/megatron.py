@@ -81,7 +81,6 @@ class MegatronApplier(CheckpointApplier):
         """The same of what is not published yet."""
         return None if self._out is None else self._read(self._out.path, tensor)
 
-
     def _leave(self) -> None:
         self._out, self._sides = None, {}
         super()._leave()

@@ -174,7 +174,7 @@ class ReloadSink(DirectSink):
     ) -> None:
         """`files` as for `CheckpointSink`; `engine`: a `Loader`, or a call with directory and version."""
         where = Path(dst)
-        loader: Loader = engine if hasattr(engine, "load") else _Called(engine)  # type: ignore[arg-type, assignment]
+        loader: Loader = engine if hasattr(engine, "load") else _Called(engine)  # type: ignore[assignment]
         applier = ReloadApplier(where, files, loader, max_shard_size=max_shard_size, fsync=fsync)
         at = loader.version()
         super().__init__(

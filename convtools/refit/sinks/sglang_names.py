@@ -68,6 +68,11 @@ def touched(name: str, known: Collection[str]) -> tuple[str, ...]:
     return ()
 
 
+def is_kept_whole(name: str) -> bool:
+    """Whether SGLang keeps it in F32 whatever the server's dtype is."""
+    return name.endswith((".A_log", ".e_score_correction_bias"))
+
+
 def is_mtp(name: str) -> bool:
     """Whether the loader of the served model skips it: only a draft model takes it."""
     return "mtp" in name

@@ -87,9 +87,11 @@ class SharedStaging:
         self._fd = -1
         _sweep()
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # It has no name before it is locked: so nobody takes it for one that was left.
+            self._fd = os.open(SHM, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(self._fd, 0, HEADER_NBYTES + nbytes)
+            _name(self._fd, self._path)
             self._mapping = mmap.mmap(self._fd, HEADER_NBYTES + nbytes)
             with suppress(OSError):  # an older kernel: its pages are there, and are mapped as they are used
                 self._mapping.madvise(_POPULATE_WRITE)
@@ -133,6 +135,16 @@ class SharedStaging:
         if fd >= 0:
             self._path.unlink(missing_ok=True)
             os.close(fd)
+
+
+def _name(fd: int, path: Path) -> None:
+    """Give a file without a name one. With a folder's descriptor, which is not used: or else Python's
+    `link` does not follow the link that /proc has for the file."""
+    folder = os.open(SHM, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
 
 
 def new_owner() -> str:

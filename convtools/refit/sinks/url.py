@@ -22,8 +22,11 @@ from convtools.refit.errors import PeerError
 from convtools.refit.sinks.base import Sink
 from convtools.refit.sinks.http_json import Base, ask, parse_base
 from convtools.refit.sinks.local import LocalSink
+from convtools.refit.sinks.reference import ReferenceSink
 
 TIMEOUT = 10.0
+KEY_VARIABLE = "CONVTOOLS_ENGINE_KEY"
+"""Environment variable with the API key of a server that wants one: a command line is everybody's to read."""
 SCHEMES = ("unix", "http", "https", "sglang+http", "sglang+https", "vllm+http", "vllm+https", "file")
 _RANK = re.compile(r"rank-(0|[1-9]\d{0,5})")
 _MAX_PATH = 4096
@@ -79,6 +82,14 @@ def find(url: str, *, source: str | os.PathLike[str] | None = None, timeout: flo
             return _sglang(url, base, {}) if parts.scheme.startswith("sglang") else _vllm(url, base)
 
 
+def engine_key() -> str | None:
+    """The API key for servers that want one. Raises UsageError for one that no header can carry."""
+    key = os.environ.get(KEY_VARIABLE)
+    if key and not (key.isascii() and key.isprintable()):
+        raise UsageError(f"{KEY_VARIABLE} holds what no header can carry")
+    return key or None
+
+
 def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
@@ -119,7 +130,8 @@ def _sockets(directory: Path, url: str) -> tuple[Sink, ...]:
     ranks = sorted(int(found[1]) for name in names if (found := _RANK.fullmatch(name)))
     if not ranks:
         raise PeerError(
-            "no engine listens there", where=directory, expected=f"`{SOCKET}`, or folders `rank-0`, `rank-1` ...",
+            "no engine listens there", where=directory,
+            expected=f"`{SOCKET}`, or folders `rank-0`, `rank-1` ...",
             fix="wait until the engine is up, and give the directory that it names",
         )  # fmt: skip
     if ranks != list(range(len(ranks))):
@@ -132,15 +144,20 @@ def _sockets(directory: Path, url: str) -> tuple[Sink, ...]:
 
 def _probe(url: str, base: Base, timeout: float) -> Found:
     """Ask a server what it is."""
-    reply = ask(base, "/refit", timeout)
+    key = engine_key()
+    reply = ask(base, "/refit", timeout, key=key)
     if reply.status == 200 and "directory" in reply.body:
-        told = ask(base, "/info", timeout)
+        told = ask(base, "/info", timeout, key=key)
         return _reference(url, base, reply.body | {"model": told.body.get("model")})
     for path in ("/model_info", "/get_model_info", "/get_server_info"):
-        reply = ask(base, path, timeout)
+        reply = ask(base, path, timeout, key=key)
+        if reply.status in (401, 403):
+            raise UsageError(
+                f"{url} wants an API key", found=f"HTTP {reply.status}", fix=f"give it in {KEY_VARIABLE}"
+            )
         if reply.status == 200 and "model_path" in reply.body:
             return _sglang(url, base, reply.body)
-    reply = ask(base, "/version", timeout)
+    reply = ask(base, "/version", timeout, key=key)
     if reply.status == 200 and isinstance(reply.body.get("version"), str):
         raise UsageError(
             f"{url} looks like vLLM, whose own routes are not used unless asked for",
@@ -165,7 +182,7 @@ def _reference(url: str, base: Base, said: dict[str, Any]) -> Found:
             fix="it has ended, or runs in a container: share the directory with it" if here
             else "weights go through memory: run this on the engine's machine",
         )  # fmt: skip
-    return Found(url, "reference engine", _sockets(Path(directory), url), _text(model))
+    return Found(url, "reference engine", (ReferenceSink(directory, base, name=url),), _text(model))
 
 
 def _sglang(url: str, base: Base, said: dict[str, Any]) -> Found:
@@ -173,7 +190,9 @@ def _sglang(url: str, base: Base, said: dict[str, Any]) -> Found:
         from convtools.refit.sinks.sglang import SGLangSink
     except ImportError as error:
         raise UsageError(f"{url}: SGLang cannot be reached: {error}", fix="see docs/sglang.md") from None
-    return Found(url, "SGLang", (SGLangSink(str(base), name=url),), _text(said.get("model_path")))
+    return Found(
+        url, "SGLang", (SGLangSink(str(base), api_key=engine_key(), name=url),), _text(said.get("model_path"))
+    )
 
 
 def _vllm(url: str, base: Base) -> Found:
@@ -192,11 +211,11 @@ def _text(value: object) -> str | None:
 def connect_all(
     urls: Sequence[str], *, source: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT
 ) -> list[Sink]:
-    """The sinks of several URLs, the directories first: theirs is the commit that can fail for want of space."""
+    """The sinks of several URLs, directories first: theirs is the commit that can fail for want of space."""
     if len(set(urls)) != len(urls):
         raise UsageError("an engine is given twice", found=capped(map(tick, urls)))
     first = sorted(urls, key=lambda url: not url.startswith("file:"))
     return [sink for url in first for sink in connect(url, source=source, timeout=timeout)]
 
 
-__all__ = ["SCHEMES", "Found", "connect", "connect_all", "find", "is_url"]
+__all__ = ["KEY_VARIABLE", "SCHEMES", "Found", "connect", "connect_all", "engine_key", "find", "is_url"]

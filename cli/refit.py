@@ -1,0 +1,204 @@
+"""`convtools refit` and `convtools refit check`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from convtools.cli.ending import complain, finish
+from convtools.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from convtools.refit.report import CheckReport
+
+_ASK_SECONDS = 30.0  # an engine that is up answers what it is within that
+
+
+class _Refit(click.Command):
+    """A first word `check` is the self-test; a folder of that name is pushed as `./check`."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["check"]:
+            return check.make_context(f"{info_name} check", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+def _bucket(_: click.Context, __: click.Parameter, value: str) -> int:
+    """A size, rounded up to what a bucket can be of."""
+    from convtools.refit.plan import ALIGN
+    from convtools.stores.hf_write import parse_size
+
+    return -(-parse_size(value) // ALIGN) * ALIGN
+
+
+def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int | str | None:
+    return int(value) if value and value.isdecimal() and len(value) < 20 else value
+
+
+_BUCKET = click.option(
+    "--bucket", default="8MiB", show_default=True, callback=_bucket, help="Size of a bucket; two are in use."
+)
+_TIMEOUT = click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S",
+    help="Seconds to wait for any one answer of an engine.",
+)  # fmt: skip
+_ITERATION = click.option(
+    "--iteration", metavar="N|release", callback=_iteration, help="Which iteration of a Megatron source."
+)
+_HF_CONFIG = click.option(
+    "--hf-config", type=click.Path(exists=True, path_type=Path),
+    help="Folder with the config.json of a Megatron source that keeps none.",
+)  # fmt: skip
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.command(cls=_Refit)
+@click.argument("src", metavar="SRC")
+@click.argument("urls", metavar="URL...", nargs=-1, required=True)
+@click.option("--version", type=click.IntRange(0), metavar="N", help="Default: one more than is served.")
+@_BUCKET
+@_TIMEOUT
+@click.option(
+    "--in-flight", type=click.Choice(["drain", "abort", "keep"]), default="drain", show_default=True,
+    help="Requests that are being answered: let them finish, end them, or go on under the new weights.",
+)  # fmt: skip
+@click.option("--no-flush", is_flag=True, help="Keep KV and prefix caches, which are of the old weights.")
+@click.option("--force", is_flag=True, help="Whatever version is served, and also lower it.")
+@click.option("--no-fingerprints", is_flag=True, help="Do not compare what lies in the engine.")
+@click.option("--allow-nonfinite", is_flag=True, help="Push NaN and infinity as well.")
+@_ITERATION
+@_HF_CONFIG
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write a trace that Perfetto and chrome://tracing show.",
+)  # fmt: skip
+@_JSON
+def command(
+    src: str, urls: tuple[str, ...], version: int | None, bucket: int, timeout: float, in_flight: Any,
+    no_flush: bool, force: bool, no_fingerprints: bool, allow_nonfinite: bool, iteration: int | str | None,
+    hf_config: Path | None, trace: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Put the weights of checkpoint SRC into running engines: all of them, or none.
+
+    SRC is a Hugging Face folder, org/name[@revision] on the Hub, or a Megatron checkpoint.
+
+    \b
+    URL is one of
+      http://host:port           asked what it is: `convtools engine`, SGLang
+      unix:///DIR                the directory of an engine's refit socket
+      sglang+http://host:port    SGLang
+      file:///DIR                a folder, replaced whole (?to=torch_dist&tp=2: a Megatron one)
+
+    `convtools refit check URL` tests an engine; a folder called check is ./check.
+    """
+    from convtools.equality.canonical import open_side
+    from convtools.refit.serving import standing
+    from convtools.refit.sinks.url import connect_all
+    from convtools.refit.source import SideSource
+    from convtools.refit.sync import WeightSync
+
+    side = open_side(src, iteration=iteration, hf_config=hf_config)
+    tensors = SideSource(side).tensors()
+    sinks = connect_all(urls, source=src, timeout=min(timeout, _ASK_SECONDS))
+    if version is None:
+        version = 1 + max(standing(sink, timeout, tensors).version for sink in sinks)
+    with (
+        progress_bar(0 if as_json else sum(t.nbytes for t in tensors)) as moved,
+        WeightSync(
+            side, sinks, bucket_bytes=bucket, timeout=timeout, lease=max(timeout, 60.0),
+            finite=not allow_nonfinite, fingerprints=not no_fingerprints, in_flight=in_flight,
+            flush=not no_flush, trace=trace, progress=moved,
+        ) as sync,
+    ):  # fmt: skip
+        report = sync.push(version, force=force)
+    from convtools.cli.refit_report import memcpy_rate, print_push
+
+    rate = memcpy_rate(report.nbytes)
+    if as_json:
+        more = {"source": src, "urls": urls, "memcpy_gigabytes_per_second": rate}
+        share = {"share_of_memcpy": report.gigabytes_per_second / rate}
+        finish(0, lambda: click.echo(json.dumps(more | report.as_dict() | share, indent=2)))
+    finish(0, lambda: print_push(src, report, rate, trace))
+
+
+@click.command()
+@click.argument("url", metavar="URL")
+@click.option("--source", metavar="CKPT", help="What it serves now; default: what it was started from.")
+@_BUCKET
+@_TIMEOUT
+@_ITERATION
+@_HF_CONFIG
+@_JSON
+def check(
+    url: str, source: str | None, bucket: int, timeout: float, iteration: int | str | None,
+    hf_config: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Test the engine at URL: a push of what it serves must change nothing, one changed bit must show.
+
+    The changed bit is never served; an engine that cannot go back answers nothing until the test is over.
+
+    Exits with 0 where all was as it must be, 1 where something was not, 2 where it could not be tested.
+    """
+    from convtools.equality.canonical import open_side
+    from convtools.errors import ConvtoolsError, UsageError, printable
+    from convtools.refit.sinks.url import find
+    from convtools.refit.sync import WeightSync
+
+    if Path("check").exists():
+        complain("note: this tests an engine; the folder `check` is pushed as ./check")
+    try:
+        found = find(url, source=source, timeout=min(timeout, _ASK_SECONDS))
+        given = source or found.started_from
+        if given is None:
+            raise UsageError(f"{url} does not say what it was started from", fix="give --source CKPT")
+        side = open_side(given, iteration=iteration, hf_config=hf_config)
+        with WeightSync(
+            side, found.sinks, bucket_bytes=bucket, timeout=timeout, lease=max(timeout, 60.0), finite=False
+        ) as sync:
+            _refuse_others(sync, url, given, source is None)
+            report = sync.check()
+    except (ConvtoolsError, OSError) as error:
+        _untold(printable(f"could not be tested: {error}"), as_json)
+    from convtools.cli.refit_report import print_check
+
+    facts = {"url": url, "source": given, "ok": report.ok}
+    finish(
+        0 if report.ok else 1,
+        lambda: (
+            click.echo(json.dumps(facts | _plain(report), indent=2))
+            if as_json
+            else print_check(url, given, report)
+        ),
+    )
+
+
+def _plain(report: "CheckReport") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(report)
+
+
+def _refuse_others(sync: Any, url: str, given: str, guessed: bool) -> None:
+    """The test pushes `given` under the version that is served: it must be what is served."""
+    from convtools.errors import UsageError, capped, tick
+
+    seen = sync.verify()
+    for names in seen.differing.values():
+        raise UsageError(
+            f"{url} does not serve the weights of {given} now", found=f"{len(names)} tensors differ: "
+            f"{capped(map(tick, names), 3)}", fix="give --source with the checkpoint that it serves",
+        )  # fmt: skip
+    for why in seen.unreadable.values() if guessed else ():
+        raise UsageError(
+            f"it cannot be told whether {url} serves {given} now: {why}",
+            fix="if it does, say so: --source CKPT",
+        )
+
+
+def _untold(message: str, as_json: bool) -> NoReturn:
+    complain(f"error: {message}")
+    told = json.dumps({"ok": None, "verdict": message}, indent=2)
+    finish(2, lambda: click.echo(told) if as_json else None)

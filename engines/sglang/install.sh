@@ -1,0 +1,25 @@
+#!/bin/sh
+# SGLang in a virtual environment of its own, for tests on a machine without a GPU.
+#
+#   engines/sglang/install.sh VENV      PYTHON=python3.12 chooses the interpreter
+#
+# A second run does nothing, unless this folder's versions changed.
+set -eu
+
+here=$(cd "$(dirname "$0")" && pwd)
+venv=${1:?usage: install.sh VENV}
+version=0.5.23
+stamp="$venv/.installed"
+wanted="sglang $version $(cksum < "$here/requirements.txt")"
+
+if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    exit 0
+fi
+
+"${PYTHON:-python3}" -m venv --clear "$venv"
+pip="$venv/bin/python -m pip --disable-pip-version-check install --quiet"
+# PyPI's torch for Linux brings CUDA along; the CPU build is looked for first where it is published.
+$pip --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" -r "$here/requirements.txt"
+# Without its own dependencies: they are the CUDA builds.
+$pip --no-deps "sglang==$version"
+echo "$wanted" > "$stamp"
