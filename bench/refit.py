@@ -218,8 +218,8 @@ def show(
     push = shown["push, in place"]
     print(
         f"\nthe best push in place: {push.seconds:.3f} s, of which gather {push.gather_seconds:.3f}, pack "
-        f"{push.pack_seconds:.3f}, wait {push.wait_seconds:.3f}, commit {push.commit_seconds:.3f}; the engine "
-        f"consumed for {push.sinks[0].consume_seconds:.3f}; {push.buckets} buckets; staging "
+        f"{push.pack_seconds:.3f}, wait {push.wait_seconds:.3f}, commit {push.commit_seconds:.3f}; the "
+        f"engine consumed for {push.sinks[0].consume_seconds:.3f}; {push.buckets} buckets; staging "
         f"{push.staging_bytes >> 20} MiB; a bucket of {SMALL >> 10} KiB takes {1e6 * overhead:.0f} us; not "
         f"checked by the handover with checks off: {', '.join(shown['zero-copy, checks off'].unchecked)}"
     )

@@ -45,8 +45,8 @@ def start(*args: object, **options: Any) -> "subprocess.Popen[str]":
     options["env"] = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | options.pop(
         "env", {}
     )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command(*args), cwd=ROOT, **pipes | options)
+    usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    return subprocess.Popen(command(*args), **usual | options)
 
 
 def run(*args: object, **options: Any) -> "subprocess.CompletedProcess[str]":

@@ -115,7 +115,7 @@ class Arena(Ring):
         import numpy as np
 
         nbytes, at = described(name, tensor).nbytes, self._places.get(name, 0)
-        here = memoryview(self._buffer())[at : at + nbytes]
+        here = memoryview(self.memory())[at : at + nbytes]
         if hasattr(tensor, "data_ptr"):
             import torch
 

@@ -76,7 +76,8 @@ class _Slots:
         """All staging memory."""
         return self.bucket_bytes * self.slots
 
-    def _buffer(self) -> mmap.mmap:
+    def memory(self) -> mmap.mmap:
+        """All of it. Raises RefitError once it was given back."""
         if self._mapping is None:
             raise RefitError("this memory was given back")
         return self._mapping
@@ -98,7 +99,12 @@ class Ring(_Slots):
 
     def __init__(self, bucket_bytes: int, slots: int = 2) -> None:
         """Raises UsageError for sizes that cannot be, RefitError where there is no memory for it."""
-        if slots < self.least or bucket_bytes <= 0 or bucket_bytes % ALIGN or bucket_bytes * slots > MAX_STAGING:
+        if (
+            slots < self.least
+            or bucket_bytes <= 0
+            or bucket_bytes % ALIGN
+            or bucket_bytes * slots > MAX_STAGING
+        ):
             raise UsageError(
                 f"no ring of {slots} buckets of {bucket_bytes} bytes",
                 expected=f"at least {self.least}, of a multiple of {ALIGN} bytes, {MAX_STAGING} in all",

@@ -41,6 +41,11 @@ class Fleet:
         for sink in sinks:
             self.join(sink)
 
+    @property
+    def attempt(self) -> bytes:
+        """Of the last transaction that was opened."""
+        return self._attempt
+
     def join(self, sink: Sink) -> None:
         """One more. Raises UsageError."""
         if any(link.name == sink.name for link in self.links):

@@ -195,7 +195,10 @@ class Link:
             return call()
         except RefitError as error:
             self.drop()
-            raise type(error)(f"{tick(self.name)}: {error.what}", found=error.found, fix=error.fix) from None
+            raise type(error)(
+                f"{tick(self.name)}: {error.what}",
+                where=error.where, expected=error.expected, found=error.found, fix=error.fix,
+            ) from None  # fmt: skip
         except BaseException:
             self.drop()
             raise

@@ -38,7 +38,7 @@ class Packer:
     def pack(
         self, index: int, bucket: PlannedBucket, data: memoryview, canaries: frozenset[int] = frozenset()
     ) -> bytes:
-        """Fill a bucket; gives its xxh3-128, or zeros. Raises RefitError, naming the tensor, for NaN and infinity.
+        """Fill a bucket; gives its xxh3-128, or zeros. Raises RefitError for NaN and infinity, by tensor.
 
         Of each tensor in `canaries`, the lowest bit of one of its first elements is turned over.
         """

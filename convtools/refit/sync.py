@@ -44,10 +44,13 @@ class WeightSync:
     empties KV and prefix caches at the commit. `base(version)` gives the weights of a version that was
     pushed before, in any form that `source` may have: a sink that an abort left poisoned gets them back.
 
-    `checksums`: every bucket has one, verified before it is applied. `fingerprints` compares each tensor besides, as it was read and as it lies
-    in the engine; `finite` refuses NaN and infinity. What is switched off is named in the report. With an
-    `Arena` as the source nothing is packed: engines read the trainer's own tensors, window by window. `trace`
-    is a file for a trace of all pushes, `progress` is told of bytes as they are handed over.
+    Every bucket has a checksum, verified before it is applied (`checksums`). `fingerprints` compares each
+    tensor besides, as it was read and as it lies in the engine; `finite` refuses NaN and infinity. What is
+    switched off is named in the report. `trace` is a file for a trace of all pushes, `progress` is told of
+    bytes as they are handed over.
+
+    With an `Arena` as the source nothing is packed, and `bucket_bytes` and `slots` do not count: engines read
+    the trainer's own tensors, window by window.
 
     With a `RankedSource` every rank makes one and calls `push`, `verify` and `check` in step; the sinks are
     those of the rank that leads, and the report, or the error, is the same on all.
@@ -232,8 +235,8 @@ class WeightSync:
         off = {"finite": self._finite, "fingerprints": self._fingerprints, "checksums": self._checksums}
         off["flush"] = self._flush
         return PushReport(
-            version, len(self.plan.tensors), len(self.plan.buckets), self.plan.nbytes, self._ring.staging_bytes,
-            seconds, packer.gather_seconds, packer.pack_seconds, packer.wait_seconds,
+            version, len(self.plan.tensors), len(self.plan.buckets), self.plan.nbytes,
+            self._ring.staging_bytes, seconds, packer.gather_seconds, packer.pack_seconds, packer.wait_seconds,
             time.perf_counter() - prepared,
             tuple(
                 SinkReport(

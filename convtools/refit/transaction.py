@@ -67,7 +67,7 @@ class Transaction:
         tensor, value = self.plan.tensors[part.tensor], None
         if self.fingerprints or tensor.name in tied:
             value = self.values.setdefault(part.tensor, Fingerprint())
-        if value is not None and getattr(applier, "copies", False):
+        if getattr(applier, "copies", False):
             copying: Callable[..., object] = applier.write
             copying(tensor, part.start, data, lambda to, of: copy_and_look(to, of, part.start, value))
             return

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convtools.errors import ConfigError, UsageError
+from convtools.errors import ConfigError, UsageError, tick
 from convtools.training.mtp_labels import IGNORE, mtp_inputs, mtp_labels
 
 if TYPE_CHECKING:
@@ -155,9 +155,10 @@ def shard(model: Hybrid, mesh: "DeviceMesh", **options: Any) -> Hybrid:
     from torch.distributed.tensor import Shard
 
     fused = {id(p): n for n, p in model.named_parameters() if p.ndim == 3 and ".experts." in n}
+    cuts = mesh.size(mesh.ndim - 1)  # of two mesh dims the first has replicas
     for name, p in model.named_parameters():
-        if id(p) in fused and p.shape[1] % mesh.size():
-            raise UsageError(f"`{name}` cannot be cut for {mesh.size()} ranks", found=list(p.shape))
+        if id(p) in fused and p.shape[1] % cuts:
+            raise UsageError(f"{tick(name)} cannot be cut for {cuts} ranks", found=list(p.shape))
 
     def placed(parameter: nn.Parameter) -> Shard:
         return Shard(1 if id(parameter) in fused else 0)

@@ -1,7 +1,9 @@
 #!/bin/sh
 # SGLang in a virtual environment of its own, for tests on a machine without a GPU.
 #
-#   engines/sglang/install.sh VENV      PYTHON=python3.12 chooses the interpreter
+#   engines/sglang/install.sh VENV
+#
+# PYTHON=python3.12 chooses the interpreter, TORCH_INDEX=https://download.pytorch.org/whl/cpu the build of torch.
 #
 # A second run does nothing, unless this folder's versions changed.
 set -eu
@@ -18,8 +20,8 @@ fi
 
 "${PYTHON:-python3}" -m venv --clear "$venv"
 pip="$venv/bin/python -m pip --disable-pip-version-check install --quiet"
-# PyPI's torch for Linux brings CUDA along; the CPU build is looked for first where it is published.
-$pip --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" -r "$here/requirements.txt"
+# PyPI's torch brings CUDA along, which is larger and works as well: TORCH_INDEX may name an index without.
+$pip ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r "$here/requirements.txt"
 # Without its own dependencies: they are the CUDA builds.
 $pip --no-deps "sglang==$version"
 echo "$wanted" > "$stamp"

@@ -1,5 +1,6 @@
 """The Mamba-2 kernels in plain torch, for tiny models in tests: vLLM has them in Triton only."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def causal_conv1d_fn(
     """Of whole prompts one after another, channels by tokens; the last inputs are kept as states."""
     out, kept = torch.empty_like(x), weight.shape[1] - 1
     bounds = query_start_loc.tolist()
-    for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (begin, end) in enumerate(pairwise(bounds)):
         if begin == end:
             continue
         slot = int(cache_indices[i]) if cache_indices is not None else i
@@ -77,7 +78,7 @@ def chunk_scan(
     dt = F.softplus(dt.float() + dt_bias.float())
     b, c = (t.float().repeat_interleave(heads // B.shape[1], 1) for t in (B, C))
     ends = []
-    for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (begin, end) in enumerate(pairwise(bounds)):
         state = torch.zeros(heads, x.shape[2], B.shape[2])
         if initial_states is not None:
             state = initial_states[i].float()
@@ -90,7 +91,7 @@ def chunk_scan(
 
 
 def selective_state_update(
-    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any = None, z: Any = None,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any = None,
     dt_bias: Any = None, *args: Any, state_batch_indices: Any = None, out: Any = None, **rest: Any,
 ) -> None:  # fmt: skip
     """Of one token of each request."""

@@ -43,7 +43,9 @@ every = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 
 
 @every
-@given(st.sampled_from(KINDS), st.integers(0, 40_000), st.integers(0, 5000), st.integers(0, 70), st.booleans())
+@given(
+    st.sampled_from(KINDS), st.integers(0, 40_000), st.integers(0, 5000), st.integers(0, 70), st.booleans()
+)
 def test_it_is_what_the_three_are_apart(
     way: str, kind: Floats, nbytes: int, offset: int, skew: int, summed: bool
 ) -> None:

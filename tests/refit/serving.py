@@ -26,7 +26,11 @@ class Serving:
 
 @contextmanager
 def serving(
-    tensors: dict[str, Any], where: Path, *, applier: Callable[[TensorWeights], Any] = ShadowApplier, **more: Any
+    tensors: dict[str, Any],
+    where: Path,
+    *,
+    applier: Callable[[TensorWeights], Any] = ShadowApplier,
+    **more: Any,
 ) -> Iterator[Serving]:
     """An engine with these tensors, torch's or numpy's, at the socket directory `where`."""
     receiver = Receiver(applier(TensorWeights(tensors)), **more)
@@ -39,7 +43,7 @@ Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], "tuple[int, object] 
 
 @contextmanager
 def http(pages: Mapping[str, object]) -> Iterator[str]:
-    """A server whose pages are JSON values, raw bytes, or calls that answer (None: they did so themselves)."""
+    """A server whose pages are JSON values, bytes, or calls that answer (None: they did so themselves)."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -59,9 +59,11 @@ class FakeSGLang:
         self.fault: Fault | None = None
         self.ignored: tuple[str, ...] = ()
         """Tensors that it skips without a word."""
-        self.info = {"version": "0.5.23", "tp_size": tp, "dp_size": 1, "pp_size": 1, "nnodes": 1,
-                     "quantization": None, "weight_cache_mode": "off", "disaggregation_mode": "null",
-                     "speculative_draft_model_path": None, "launch_command": "x", "dtype": "float32"} | info  # fmt: skip
+        self.info = {
+            "version": "0.5.23", "tp_size": tp, "dp_size": 1, "pp_size": 1, "nnodes": 1, "dtype": "float32",
+            "quantization": None, "weight_cache_mode": "off", "disaggregation_mode": "null",
+            "speculative_draft_model_path": None, "launch_command": "x",
+        } | info  # fmt: skip
         self.calls: list[tuple[str, Any]] = []
         """Every POST: its path, and what of its body matters."""
         self.loads: list[list[str]] = []
@@ -112,7 +114,8 @@ class FakeSGLang:
                     if self.paused:
                         time.sleep(0.2)
                         return 503, {"message": "paused"}
-                    return 200, {"output_ids": list(hashlib.sha256(repr(self._checksums()).encode()).digest())}
+                    said = hashlib.sha256(repr(self._checksums()).encode()).digest()
+                    return 200, {"output_ids": list(said)}
             assert body is not None, path
             return self._post(path, body)
 

@@ -1,4 +1,4 @@
-"""The file channel: an engine that loads a directory; whatever fails, it serves one whole version or nothing."""
+"""The file channel: an engine that loads a directory; whatever fails, it serves one whole version or none."""
 
 import json
 import os
@@ -188,9 +188,7 @@ def test_a_directory_that_no_push_wrote_is_not_replaced(dst: Path) -> None:
     assert (dst / "model.safetensors").read_bytes() == b"mine" and engine.calls == []
 
 
-def sglang(
-    at: dict[str, Any], fail: set[str]
-) -> dict[str, Any]:
+def sglang(at: dict[str, Any], fail: set[str]) -> dict[str, Any]:
     """The two routes of SGLang, as its documentation has them."""
 
     def update(_: object, body: dict[str, Any]) -> tuple[int, object]:
@@ -236,7 +234,9 @@ def test_a_server_that_has_gone_leaves_the_old_directory(dst: Path) -> None:
         sink = ReloadSink(dst, CONFIG, SGLangLoader(parse_base(url), timeout=2), fsync=False)
         with WeightSync(source, [sink], bucket_bytes=4096) as sync:
             sync.push(1)
-    with WeightSync(source, [sink], bucket_bytes=4096) as sync:
-        with pytest.raises(RefitError, match="no server answers"):
-            sync.push(2)
+    with (
+        WeightSync(source, [sink], bucket_bytes=4096) as sync,
+        pytest.raises(RefitError, match="no server answers"),
+    ):
+        sync.push(2)
     assert on_disk(dst) == {1} and np.array_equal(at["tensors"]["head"], source["head"])

@@ -1,4 +1,4 @@
-"""A running engine as a side of `compare`: by the fingerprints of what it serves, and never more than is known."""
+"""A running engine as a side of `compare`: by fingerprints of what it serves, never more than is known."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,16 +7,27 @@ from typing import Any
 
 import pytest
 
+from convtools.equality.compare import compare
 from convtools.equality.options import CompareOptions
+from convtools.equality.verdict import Comparison
 from convtools.errors import UsageError
+from convtools.refit import live_compare
 from convtools.refit.applier import InPlaceApplier, ShadowApplier
 from convtools.refit.errors import PeerError, RefitError
 from convtools.refit.live_compare import compare_live
 from convtools.refit.plan import Tensor
 from convtools.refit.sinks.local import LocalSink
 from convtools.refit.sync import WeightSync
+from tests.convert.small import write_small_hf
 from tests.equality.equal_pairs import (
-    LLAMA_TIED, NEMOTRON, QWEN3_MOE, QWEN3_MOE_FUSED, Case, fuse, live, write_hf, write_megatron,
+    LLAMA_TIED,
+    NEMOTRON,
+    QWEN3_MOE,
+    Case,
+    fuse,
+    live,
+    write_hf,
+    write_megatron,
 )  # fmt: skip
 from tests.refit.serving import Serving, serving
 
@@ -54,16 +65,12 @@ def test_equal_from_every_format(case: Case, tmp_path: Path) -> None:
 
 def test_another_spelling_of_the_same_model(tmp_path: Path) -> None:
     """The engine has one tensor an expert, the checkpoint one of all."""
-    fused = write_hf(QWEN3_MOE_FUSED, tmp_path / "fused")
-    from tests.convert.small import write_small_hf
-
-    write_small_hf(tmp_path / "fused2", QWEN3_MOE.config, fuse(QWEN3_MOE.content()))
+    fused = str(write_small_hf(tmp_path / "fused", QWEN3_MOE.config, fuse(QWEN3_MOE.content())))
     with engine(QWEN3_MOE, tmp_path / "e") as found:
-        assert compare_live(str(tmp_path / "fused2"), found.url).equal is True
+        assert compare_live(fused, found.url).equal is True
         found.tensors["model.layers.0.mlp.experts.1.up_proj.weight"].view(-1)[3] += 1
-        one = compare_live(str(tmp_path / "fused2"), found.url)
+        one = compare_live(fused, found.url)
         assert [r.name for r in one.tensors if r.faulty] == ["model.layers.0.mlp.experts.1.up_proj.weight"]
-    assert fused.is_dir()
 
 
 def test_one_bit_is_found(hf: Path, tmp_path: Path) -> None:
@@ -113,58 +120,32 @@ def test_an_engine_that_holds_no_version(hf: Path, tmp_path: Path) -> None:
                 compare_live(str(hf), found.url)
             sync._fleet.abort("a test")
             assert found.receiver.state == "clean"
-        changed = live(NEMOTRON.content())
+        changed = {name: tensor.nan_to_num() for name, tensor in live(NEMOTRON.content()).items()}
         changed["lm_head.weight"][0, 0] = float("nan")
-        with WeightSync(changed, [LocalSink(tmp_path / "e")], bucket_bytes=4096) as sync:
-            changed["backbone.embeddings.weight"].nan_to_num_(0.0)
-            with pytest.raises(RefitError):
-                sync.push(1)
-        if found.receiver.state == "poisoned":
-            with pytest.raises(RefitError, match="is poisoned: what it holds is no version"):
-                compare_live(str(hf), found.url)
+        with (
+            WeightSync(changed, [LocalSink(tmp_path / "e")], bucket_bytes=4096) as late,
+            pytest.raises(RefitError, match="holds NaN"),
+        ):
+            late.push(1)
+        assert found.receiver.state == "poisoned"
+        with pytest.raises(RefitError, match="is poisoned: what it holds is no version"):
+            compare_live(str(hf), found.url)
 
 
-def test_a_push_meanwhile_takes_the_verdict_away(hf: Path, tmp_path: Path) -> None:
-    class Moves(ShadowApplier):
-        receiver: Any = None
+def test_a_push_meanwhile_takes_the_verdict_away(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(NEMOTRON, tmp_path / "e") as found:
 
-        def serves(self, tensor: Tensor) -> Any:
-            self.receiver._version = 9
-            return super().serves(tensor)
+        def compares(*given: Any) -> Comparison:
+            with WeightSync(str(hf), [LocalSink(tmp_path / "e")], finite=False) as sync:
+                sync.push(9)
+            return compare(*given)
 
-    with engine(NEMOTRON, tmp_path / "e", applier=Moves) as found:
-        applier: Any = found.receiver._applier
-        applier.receiver = found.receiver
-        told = compare_live(str(hf), found.url)  # asked for before its version changed: nothing is wrong yet
-        assert told.equal is True
-
-    class Late(ShadowApplier):
-        receiver: Any = None
-
-        def serves(self, tensor: Tensor) -> Any:
-            import threading
-
-            threading.Timer(0.05, lambda: setattr(self.receiver, "_version", 9)).start()
-            return super().serves(tensor)
-
-    with engine(NEMOTRON, tmp_path / "f", applier=Late) as found:
-        applier = found.receiver._applier
-        applier.receiver = found.receiver
-        import convtools.refit.live_compare as module
-
-        real = module.compare
-
-        def slow(*args: Any) -> Any:
-            import time
-
-            time.sleep(0.2)
-            return real(*args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "compare", slow)
-            with pytest.raises(RefitError, match="took other weights while it was compared") as caught:
-                compare_live(str(hf), found.url)
-        assert caught.value.expected == "version 0" and caught.value.found == "version 9, clean"
+        monkeypatch.setattr(live_compare, "compare", compares)
+        with pytest.raises(RefitError, match="took other weights while it was compared") as caught:
+            compare_live(str(hf), found.url)
+        assert (caught.value.expected, caught.value.found) == ("version 0", "version 9, clean")
 
 
 class Packed(ShadowApplier):

@@ -16,7 +16,14 @@ from convtools.refit.sinks.url import connect
 from convtools.refit.sync import WeightSync
 from tests.commands import hashes
 from tests.equality.equal_pairs import (
-    LLAMA_TIED, NEMOTRON, QWEN3_MOE_FUSED, QWEN3_NEXT, Case, live, write_hf, write_megatron,
+    LLAMA_TIED,
+    NEMOTRON,
+    QWEN3_MOE_FUSED,
+    QWEN3_NEXT,
+    Case,
+    live,
+    write_hf,
+    write_megatron,
 )  # fmt: skip
 
 OPTIONS = {"make_vocab_size_divisible_by": 8, "workers": 1}
@@ -82,7 +89,12 @@ def test_weights_of_another_model_leave_the_old_checkpoint(tmp_path: Path) -> No
 
 def test_it_is_one_process_under_torchrun_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's rank pushes; its other ranks know nothing of it."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "4"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     hf, dst = write_hf(NEMOTRON, tmp_path / "hf"), tmp_path / "out"
     with WeightSync(
@@ -119,7 +131,10 @@ def test_by_url_also_from_a_megatron_checkpoint(tmp_path: Path) -> None:
     assert compare(hf, tmp_path / "out").equal is True
     assert compare(hf, tmp_path / "plain").equal is True
     assert (tmp_path / "plain/tokenizer.json").read_text() == "{}"
-    assert json.loads((tmp_path / "plain/config.json").read_text())["hidden_size"] == NEMOTRON.config["hidden_size"]
+    assert (
+        json.loads((tmp_path / "plain/config.json").read_text())["hidden_size"]
+        == NEMOTRON.config["hidden_size"]
+    )
 
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:

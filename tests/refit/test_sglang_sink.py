@@ -17,7 +17,9 @@ from hypothesis import given, settings, strategies as st
 from convtools.refit.errors import RefitError
 from convtools.refit.groups import group
 from convtools.refit.plan import Tensor, make_plan
+from convtools.refit.sinks import sglang_local
 from convtools.refit.sinks.sglang import SGLangSink
+from convtools.refit.sinks.sglang_local import Listener
 from convtools.refit.sinks.sglang_payload import Placed, payload
 from convtools.refit.sinks.sglang_server import Mark
 from convtools.refit.sinks.sglang_staging import Layout, SharedStaging, new_owner
@@ -64,9 +66,9 @@ def raw(of: Weights) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in of.items()}
 
 
-def sync(server: FakeSGLang, source: Any, timeout: float = 10.0, lease: float = 60.0, **options: Any) -> WeightSync:
+def sync(server: FakeSGLang, source: Any, timeout: float = 10.0, **options: Any) -> WeightSync:
     sink = SGLangSink(server.url, timeout=timeout, **options)
-    return WeightSync(source, [sink], bucket_bytes=BUCKET, timeout=timeout, lease=lease)
+    return WeightSync(source, [sink], bucket_bytes=BUCKET, timeout=timeout)
 
 
 def test_a_push(server: FakeSGLang, owners: list[str]) -> None:
@@ -234,7 +236,7 @@ def test_every_wait_has_a_deadline(server: FakeSGLang, kind: str) -> None:
     with sync(server, source, timeout=0.4) as one:
         server.fault = lambda path, number: kind if path == "/update_weights_from_tensor" else None
         began = time.monotonic()
-        with pytest.raises(RefitError, match="not answered|did not answer"):
+        with pytest.raises(RefitError, match=r"not answered|did not answer"):
             one.push(1)
         assert time.monotonic() - began < 5
         assert server.paused
@@ -256,7 +258,8 @@ def test_a_flush_that_fails_fails_the_push(server: FakeSGLang) -> None:
 
 
 def _is_last(server: FakeSGLang, path: str) -> bool:
-    return path == "/update_weights_from_tensor" and len({n for of in server.loads for n in of}) == len(SHAPES)
+    loaded = {name for names in server.loads for name in names}
+    return path == "/update_weights_from_tensor" and len(loaded) == len(SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -306,12 +309,35 @@ def test_the_key() -> None:
 
 def test_what_the_server_rounds_is_not_called_stale() -> None:
     source = weights(1)
-    for dtype, words in (("float32", "whose digest check() looks at"), ("bfloat16", "as F32"), ("auto", "as F32")):
+    for dtype, words in (("float32", "check() looks at"), ("bfloat16", "as F32"), ("auto", "as F32")):
         server = FakeSGLang(dtype=dtype)
         with sync(server, source) as one:
             one.push(1)
             assert words in one.verify().weaker[server.url]["model.norm.weight"]
         server.close()
+
+
+def test_another_machine_is_refused_before_it_is_asked() -> None:
+    with WeightSync(weights(1), [SGLangSink("http://192.0.2.1:30000")]) as one:
+        began = time.monotonic()
+        with pytest.raises(RefitError, match="is another machine"):
+            one.push(1)
+        assert time.monotonic() - began < 5
+
+
+def test_another_user_is_refused(server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sync(server, weights(1)) as one:
+        monkeypatch.setattr(sglang_local, "Listener", lambda uid, inode: Listener(uid + (1 << 20), inode))
+        with pytest.raises(RefitError, match="runs as another user"):
+            one.push(1)
+    assert server.paths == []
+
+
+def test_the_server_of_this_test_listens(server: FakeSGLang) -> None:
+    port = int(server.url.rpartition(":")[2])
+    (found,) = sglang_local._listeners(Path("/proc/net/tcp"), port)
+    assert found.uid == os.getuid()
+    assert [s.st_ino for s in sglang_local._shm_of({found.inode})] == [os.stat("/dev/shm").st_ino]
 
 
 def test_nobody_listens() -> None:

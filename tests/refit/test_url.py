@@ -183,9 +183,12 @@ def test_a_server_that_drips_is_not_waited_for(part: str) -> None:
             stop.set()
 
 
-@pytest.mark.parametrize("raw", [b"\x00\x01\x02", b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 500])
+@pytest.mark.parametrize(
+    "raw", [b"\x00\x01\x02", b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 500]
+)
 def test_what_speaks_no_http(raw: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
+
         def answer() -> None:
             peer, _ = server.accept()
             with peer:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,25 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     assert refused(state, turned) == f"`{expert}` is [20, 16] in the module, not [16, 20]"
     with pytest.raises(ConfigError, match="no family"):
         checkpoint_shapes({"architectures": ["Unknown"]})
+
+
+def test_the_model_holds_what_a_real_checkpoint_holds() -> None:
+    """Names and shapes of a file that Megatron's own weights were exported to, MTP included."""
+    from transformers import NemotronHConfig
+
+    from convtools.training.hybrid import Hybrid
+
+    root = Path(__file__).parents[2] / "fixtures/oracle/nemotron_mtp/hf"
+    config = NemotronHConfig(**json.loads((root / "config.json").read_text()))
+    with safe_open(root / "model.safetensors", "pt") as file:
+        real = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    model = Hybrid(config)
+    named = checkpoint_tensors(model.state_dict(), checkpoint_shapes(config.to_dict()))
+    assert {n: t.shape for n, t in named.items()} == {n: t.shape for n, t in real.items()}
+    with torch.no_grad():
+        for name, tensor in named.items():
+            tensor.copy_(real[name])  # views: this loads the model
+        out = model(torch.arange(12)[None])
+    assert any(name.startswith("mtp.") for name in real)
+    assert [x.shape for x in (out.logits, *out.mtp_logits)] == [(1, 12, config.vocab_size)] * 2
+    assert all(x.isfinite().all() for x in (out.logits, *out.mtp_logits))

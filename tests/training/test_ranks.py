@@ -38,6 +38,12 @@ def test_the_norm_is_that_of_the_whole_gradient(ranks: list[dict[str, Any]]) -> 
     assert ranks[0]["norms"][0] > 1.0  # so that it was clipped
 
 
+def test_replicas_count_once(ranks: list[dict[str, Any]]) -> None:
+    """On a mesh with a dim of replicas, as on one without."""
+    for rank in ranks:
+        assert rank["by_ranks"] == pytest.approx([rank["expected_norms"][0]] * 2, rel=1e-4)
+
+
 def test_two_ranks_learn_what_one_process_learns(ranks: list[dict[str, Any]]) -> None:
     assert [r["apart"] < 1e-5 for r in ranks] == [True, True]
 

@@ -54,6 +54,21 @@ def alone() -> tuple[list[float], dict[str, Any]]:
     return run(model, optimizer_of(model), both), dict(model.state_dict())
 
 
+def replicated(rank: int, replicas: int) -> float:
+    """The norm of a first step on a mesh of two dims: so many replicas, the rest are cuts (HSDP)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from convtools.training.engine import Engine
+    from convtools.training.hybrid import shard
+
+    mesh = init_device_mesh("cpu", (replicas, 2 // replicas), mesh_dim_names=("replicate", "shard"))
+    model = shard(hybrid(), mesh)
+    engine = Engine(model, optimizer_of(model), accumulate=2)
+    for half in tokens_of(rank).chunk(2):
+        engine.backward(losses(engine, half))
+    return engine.get_global_grad_norm()
+
+
 def memory(tensor: Any) -> int:
     return int(tensor.to_local().untyped_storage().data_ptr())
 
@@ -111,9 +126,10 @@ def rank_main(rank: int, meet: str) -> None:
         Engine(model, optimizer_of(model))
     except UsageError as error:
         mixed = f"{error.what}: {error.found}"
+    by_ranks = [replicated(rank, replicas) for replicas in (1, 2)]
     found = {
-        "norms": norms, "expected_norms": expected_norms, "apart": apart, "plain": plain, "copied": copied,
-        "refused": refused, "by_expert": by_expert, "mixed": mixed,
+        "by_ranks": by_ranks, "norms": norms, "expected_norms": expected_norms, "apart": apart,
+        "plain": plain, "copied": copied, "refused": refused, "by_expert": by_expert, "mixed": mixed,
     }  # fmt: skip
     with open(f"{meet.removeprefix('file://')}.{rank}", "w") as file:
         json.dump(found, file)

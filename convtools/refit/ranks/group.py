@@ -24,6 +24,8 @@ CONTROL, HEADER, DATA = 71, 72, 73
 """Tags: commands, what precedes a bucket's bytes, the bytes."""
 _COMMAND = struct.Struct("<4sIQ")
 _MAGIC = b"cvG1"
+_MAKING = 60.0
+"""Seconds that ranks may be apart when they make the group: every later wait has its own deadline."""
 _LAST_WORD = 3.0
 """Seconds that the others look for what the lead said last, once the group is broken."""
 
@@ -50,7 +52,7 @@ class RankGroup:
         self.rank = members.index(dist.get_rank())
         self._group = self._guarded(
             lambda: dist.new_group(
-                members, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
+                members, timeout=timedelta(seconds=max(timeout, _MAKING)), backend="gloo", use_local_synchronization=True
             ),
             "the making of a group",
         )

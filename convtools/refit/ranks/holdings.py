@@ -98,6 +98,11 @@ def hf_holdings(named: Named) -> Holdings:
     return Holdings(rows)
 
 
+def cut_holdings(cuts: Mapping[str, tuple[str, tuple[int, ...], Region]]) -> Holdings:
+    """Parts of tensors under Hugging Face names: name -> (dtype, shape of the whole, region held here)."""
+    return Holdings([HeldRow(n, dtype, shape, r.offsets, r.sizes) for n, (dtype, shape, r) in cuts.items()])
+
+
 def megatron_holdings(chunks: Sequence[Named], place: MegatronPlace) -> Holdings:
     """A rank's tensors under Megatron's names, its model chunks in order. Raises UsageError."""
     if len(chunks) != place.layout.vpp:

@@ -66,7 +66,7 @@ class RankedSource:
         self.group = RankGroup(group, timeout)
         self.unchecked = () if replicas else ("replicas",)
         """Guards of the ranks that were switched off."""
-        rows = self._agreed(lambda: encode_holdings(self._holdings()[0]))
+        rows = steps.agreed(self.group, lambda: encode_holdings(self._holdings()[0]))
         self.holdings = [decode_holdings(data) for data in rows]
         """Of every rank."""
         self.merged: Merged = merge(self.holdings)
@@ -96,6 +96,10 @@ class RankedSource:
         self._places: dict[int, list[tuple[int, Copy]]] = {}
         self._number, self._inside, self._passing = 0, False, False
         self._mismatch = ""
+        self.serve: Callable[[int], None] = self._serve
+        """A follower's part of a bucket."""
+        self.tell_values: Callable[[int], None] = lambda _: None
+        """Its part of an exchange of fingerprints."""
 
     @property
     def leads(self) -> bool:
@@ -165,7 +169,9 @@ class RankedSource:
                 elif kind == steps.BEGIN:
                     self._begin_quietly()
                 elif kind == steps.BUCKET:
-                    self._serve(value)
+                    self.serve(value)
+                elif kind == steps.VALUES:
+                    self.tell_values(value)
                 elif kind == steps.END:
                     self._end()
                 elif kind == steps.DONE:
@@ -208,7 +214,7 @@ class RankedSource:
 
     def _begin(self) -> None:
         self._passing = True
-        self._checks.compare(self._agreed(self._local))
+        self._checks.compare(steps.agreed(self.group, self._local))
 
     def _local(self) -> bytes:
         """This rank's part of a beginning: the values that are compared."""
@@ -229,24 +235,6 @@ class RankedSource:
         self._held = HeldTensors(held)
         return self._checks.values(self.group.rank, self._held)
 
-    def _agreed(self, step: Callable[[], bytes]) -> list[bytes]:
-        """What a step gives on each rank. Where it fails on one, all raise the same error."""
-        try:
-            said = b"\0" + step()
-        except ConvtoolsError as error:
-            said = b"\1" + steps.encode(steps.failure_of(error))
-        except Exception as error:  # the trainer's own call may raise anything: the others wait for us
-            said = b"\1" + steps.encode(steps.failure_of(RefitError(f"{type(error).__name__}: {error}")))
-        found = self.group.exchange(said)
-        for rank, data in enumerate(found):
-            if data[:1] != b"\0":
-                error = steps.error_of(steps.decode(data[1:], steps.Failure))
-                raise type(error)(
-                    f"rank {rank}: {error.what}",
-                    where=error.where, expected=error.expected, found=error.found, fix=error.fix,
-                )  # fmt: skip
-        return [data[1:] for data in found]
-
     def _holdings(self) -> tuple[Holdings, list[tuple[str, Any]]]:
         """What this rank holds now, and the tensors in the same order. Raises UsageError."""
         given = self._given
@@ -256,6 +244,22 @@ class RankedSource:
         chunks = [_named(chunk) for chunk in (given if isinstance(given, list | tuple) else [given])]
         held = [(n, t) for chunk in chunks for n, t in chunk.items() if not n.endswith("_extra_state")]
         return megatron_holdings(chunks, self._place), held
+
+    @property
+    def held(self) -> HeldTensors:
+        """This rank's tensors, while a pass is open. Raises RefitError."""
+        if self._held is None:
+            raise RefitError("no pass over the tensors is open")
+        return self._held
+
+    @property
+    def patience(self) -> float:
+        """How long the others wait for the lead's next word."""
+        return self._patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._patience = seconds
 
     def bucket(self, index: int, planned: PlannedBucket) -> None:
         """Ask every rank that holds some of it. Raises RefitError, PeerError."""

@@ -1,5 +1,6 @@
 """What the lead of several ranks says to the others, and how they all learn the same outcome."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,6 +10,7 @@ from convtools.errors import ConvtoolsError
 from convtools.refit import errors as refit_errors
 from convtools.refit.errors import FrameError, RefitError
 from convtools.refit.protocol import wire_text
+from convtools.refit.ranks.group import RankGroup
 from convtools.refit.report import CheckReport, PushReport, VerifyReport
 
 CALL, BEGIN, BUCKET, END, ALIVE, DONE, VALUES = range(1, 8)
@@ -88,3 +90,22 @@ def report_of(outcome: Outcome) -> Any:
     if outcome.failure is not None:
         raise error_of(outcome.failure)
     return decode(outcome.report, _REPORTS[outcome.what])
+
+
+def agreed(group: RankGroup, step: Callable[[], bytes]) -> list[bytes]:
+    """What a step gives on each rank. Where it fails on one, all raise the same error."""
+    try:
+        said = b"\0" + step()
+    except ConvtoolsError as error:
+        said = b"\1" + encode(failure_of(error))
+    except Exception as error:  # the caller's own may raise anything: the others wait for us
+        said = b"\1" + encode(failure_of(RefitError(f"{type(error).__name__}: {error}")))
+    found = group.exchange(said)
+    for rank, data in enumerate(found):
+        if data[:1] != b"\0":
+            error = error_of(decode(data[1:], Failure))
+            raise type(error)(
+                f"rank {rank}: {error.what}",
+                where=error.where, expected=error.expected, found=error.found, fix=error.fix,
+            )  # fmt: skip
+    return [data[1:] for data in found]

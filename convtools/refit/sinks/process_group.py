@@ -1,6 +1,7 @@
 """Engine ranks of a torch.distributed group: one sink each, one broadcast a bucket for all of them."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from convtools.errors import UsageError
@@ -28,15 +29,19 @@ class GroupChannel:
     `sinks` go to `WeightSync`; each engine rank runs `serve_group`. Made by all ranks at the same time.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float = 60.0) -> None:
-        """Raises UsageError, PeerError."""
+    def __init__(
+        self, group: Any = None, *, timeout: float = 60.0, engines: Sequence[int] | None = None
+    ) -> None:
+        """`engines`: their ranks in the group; all but this one by default. Raises UsageError, PeerError."""
         self.group = group if isinstance(group, RankGroup) else RankGroup(group, timeout)
         if not self.group.leads:
             raise UsageError(
                 "the trainer must be rank 0 of the group", found=f"rank {self.group.rank}",
                 fix="list it first in new_group, and run serve_group on the others",
             )  # fmt: skip
-        self.sinks = [GroupSink(self, rank) for rank in range(1, self.group.size)]
+        self.sinks = [
+            GroupSink(self, rank) for rank in (range(1, self.group.size) if engines is None else engines)
+        ]
         """One an engine rank."""
         self.attempts: dict[int, bytes] = {}
         """Engine rank -> the attempt that was opened there."""

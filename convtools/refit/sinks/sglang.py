@@ -19,6 +19,7 @@ from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import agree
 from convtools.refit.sinks.sglang_applier import ABORT_SECONDS, SGLangApplier
 from convtools.refit.sinks.sglang_http import HttpClient
+from convtools.refit.sinks.sglang_local import check_local
 from convtools.refit.sinks.sglang_server import SGLangServer
 from convtools.refit.sinks.sglang_staging import Layout, SharedStaging, new_owner
 
@@ -32,9 +33,9 @@ class SGLangSink:
 
     `api_key`: the server's key, or its admin key. `tp`: refuse another number of ranks. `staging_bytes`
     bounds the shared memory in which tensors are put together; `experts="each"` needs less of it.
-    `timeout` bounds every request, `drain` the wait for requests in flight. `untested` takes an SGLang
-    of another version. `unknown="allow"` pushes names that cannot be found among the server's own, and
-    `mtp="ignore"` MTP layers that it skips; both are said in what `WeightSync` reports as weaker.
+    `timeout` bounds every request, `drain` (shorter) the wait for requests in flight. `untested` takes an
+    SGLang of another version. `unknown="allow"` pushes names that cannot be found among the server's own,
+    and `mtp="ignore"` MTP layers that it skips; both are said in what `WeightSync` reports as weaker.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class SGLangSink:
         staging_bytes: int = STAGING_BYTES,
         experts: Experts = "layer",
         timeout: float = 300.0,
-        drain: float = 60.0,
+        drain: float = 30.0,
         untested: bool = False,
         unknown: Literal["refuse", "allow"] = "refuse",
         mtp: Literal["refuse", "ignore"] = "refuse",
@@ -71,6 +72,7 @@ class SGLangSink:
     def connect(self, plan: RefitPlan, ring: Ring, timeout: float) -> Answer:
         """Look at the server, refuse what cannot be refitted, make the staging memory. Raises RefitError."""
         self.close()
+        check_local(self._client.base.host, self._client.base.port)
         info = self._server.info(tp=self._tp, untested=self._untested)
         mark = self._server.mark()
         if mark.is_held() and mark.owner != self._owner:
@@ -137,7 +139,9 @@ class SGLangSink:
 class _Session:
     """Questions in, answers out, in order, on a thread."""
 
-    def __init__(self, receiver: Receiver, applier: SGLangApplier, staging: SharedStaging, ring: Ring) -> None:
+    def __init__(
+        self, receiver: Receiver, applier: SGLangApplier, staging: SharedStaging, ring: Ring
+    ) -> None:
         self.staging = staging
         self._receiver, self._applier, self._ring = receiver, applier, ring
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
@@ -187,6 +191,8 @@ class _Session:
     def _handle(self, question: Question) -> Answer:
         if isinstance(question, Open):
             self._applier.opening(question)
-        elif isinstance(question, Ask) and self._receiver.state != UPDATING and question.fingerprints == "none":
+        elif (
+            isinstance(question, Ask) and self._receiver.state != UPDATING and question.fingerprints == "none"
+        ):
             self._applier.check_mark()  # nobody else tells us of another trainer, or of a restart
         return self._receiver.handle(question, self, self._ring)

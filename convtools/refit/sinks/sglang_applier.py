@@ -78,11 +78,12 @@ class SGLangApplier:
         strange = [n for n in names if not is_mtp(n) and not touched(n, self._known)]
         left = unwritten(names, self._known)
         if (strange or left) and self._unknown == "refuse":
+            problems = [f"unknown: {tick(n)}" for n in strange] + [f"never written: {tick(n)}" for n in left]
             raise RefitError(
                 "the server's model has other tensors",
-                found=capped([f"unknown: {tick(n)}" for n in strange] + [f"never written: {tick(n)}" for n in left]),
-                fix='push the model that it serves; if SGLang only names them otherwise, unknown="allow" and check()',
-            )  # fmt: skip
+                found=capped(problems),
+                fix='push the model that it serves; if SGLang has other names, unknown="allow" and check()',
+            )
 
     def undo_bytes(self) -> int:
         """It cannot go back; the staging memory is reported by the sink."""
@@ -200,7 +201,9 @@ class SGLangApplier:
         if found.is_held() and found.owner != self._staging.owner:
             raise RefitError("another trainer's push is under way", found=found.text)
         if (found.state, found.base) != (self.mark.state, self.mark.base):
-            raise PeerError("the server's weights were changed by another", expected=self.mark.text, found=found.text)
+            raise PeerError(
+                "the server's weights were changed by another", expected=self.mark.text, found=found.text
+            )
 
     def _load(self, groups: Sequence[Group], *, flush: bool = False, version: str | None = None) -> None:
         assert self._plan is not None
@@ -228,7 +231,9 @@ class SGLangApplier:
     def _check_ours(self) -> None:
         """Raises RefitError where the update is another trainer's now."""
         if (found := self._server.mark()) != self.mark:
-            raise RefitError("another trainer took the server over", expected=self.mark.text, found=found.text)
+            raise RefitError(
+                "another trainer took the server over", expected=self.mark.text, found=found.text
+            )
 
     def _set_mark(self, state: str) -> None:
         assert self._opened is not None
@@ -253,7 +258,7 @@ class SGLangApplier:
             return "sent, and ignored by the server: it serves no draft model"
         found = touched(tensor.name, self._known)
         if found and self._is_rounded(tensor):
-            return f"not given back; sent as {tensor.dtype}, and {tick(found[0])} of a 16-bit server may be rounded"
+            return f"not given back; sent as {tensor.dtype}, and {tick(found[0])} may be rounded to 16 bits"
         if found:
             return f"not given back; it lies in SGLang's {tick(found[0])}, whose digest check() looks at"
         return "not given back, and SGLang has no parameter of a name like this"

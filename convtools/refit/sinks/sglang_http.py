@@ -6,10 +6,10 @@ import socket
 import threading
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
-from convtools.errors import UsageError, tick
+from convtools.errors import UsageError
 from convtools.refit.errors import PeerError
+from convtools.refit.sinks.http_json import parse_base
 
 MAX_ANSWER = 8 << 20
 """Bytes of an ordinary answer."""
@@ -20,16 +20,9 @@ class HttpClient:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Raises UsageError for a URL that is none."""
-        try:
-            parts = urlsplit(url)
-            self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:
-            raise UsageError("not a URL", found=tick(url)) from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise UsageError("not the URL of a server", expected="http://host:port", found=tick(url))
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise UsageError("an API key that no header can carry")
-        self.host, self._prefix, self._tls = parts.hostname, parts.path.rstrip("/"), parts.scheme == "https"
+        self.base = parse_base(url)
         self._key = api_key
         self._lock = threading.Lock()
         self._current: socket.socket | None = None
@@ -58,8 +51,8 @@ class HttpClient:
         timeout = min(timeout, self._until - time.monotonic())
         if timeout <= 0:
             raise PeerError(f"no time left for {path}")
-        made = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = made(self.host, self._port, timeout=timeout)
+        made = http.client.HTTPSConnection if self.base.secure else http.client.HTTPConnection
+        connection = made(self.base.host, self.base.port, timeout=timeout)
         late: list[bool] = []
         timer: threading.Timer | None = None
         try:
@@ -68,13 +61,13 @@ class HttpClient:
             with self._lock:
                 self._current = sock
             # A socket's own timeout starts anew with every byte: this one ends all of it.
-            timer = threading.Timer(timeout, lambda: (late.append(True), _shut(sock)))
+            timer = threading.Timer(timeout, _expire, (sock, late))
             timer.daemon = True
             timer.start()
             headers = {"Content-Type": "application/json", "Connection": "close"}
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
-            connection.request(method, self._prefix + path, body, headers)
+            connection.request(method, self.base.prefix + path, body, headers)
             response = connection.getresponse()
             status, data = response.status, response.read(most + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -109,6 +102,11 @@ def _checked(path: str, status: int, data: bytes, most: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise PeerError(f"the answer to {path} is no JSON object", found=repr(data[:80]))
     return found
+
+
+def _expire(sock: socket.socket, late: list[bool]) -> None:
+    late.append(True)
+    _shut(sock)
 
 
 def _shut(sock: socket.socket) -> None:

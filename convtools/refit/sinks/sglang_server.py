@@ -121,7 +121,7 @@ class SGLangServer:
         if found.get("disaggregation_mode") not in (None, "null"):
             problems.append("it serves one half of a request only (--disaggregation-mode)")
         if problems:
-            raise RefitError(f"{tick(self.client.host)} cannot be refitted", found=capped(problems))
+            raise RefitError(f"{tick(str(self.client.base))} cannot be refitted", found=capped(problems))
         # Start times, which two starts do not share to the microsecond.
         start = json.dumps([found.get("startup_time"), found.get("launch_command")], sort_keys=True)
         rounds = found.get("dtype") not in ("float32", "float")
@@ -187,7 +187,9 @@ class SGLangServer:
             values: Any = rank.get("checksums") if isinstance(rank, dict) else None
             if not isinstance(values, dict) or not values:
                 raise PeerError("the server gives no digests of its weights")
-            if any(not isinstance(v, str) or len(v) > 128 or not 0 < len(k) <= 1024 for k, v in values.items()):
+            if any(
+                not isinstance(v, str) or len(v) > 128 or not 0 < len(k) <= 1024 for k, v in values.items()
+            ):
                 raise PeerError("the server's digests are not of the form that SGLang gives")
             out.append(values)
         return out

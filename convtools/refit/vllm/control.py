@@ -174,7 +174,9 @@ class Control:
         except BaseException as error:
             self.close()
             if isinstance(error, RefitError):
-                raise RefitError(f"vLLM's scheduler does not answer: {error.what}", where=error.where) from None
+                raise RefitError(
+                    f"vLLM's scheduler does not answer: {error.what}", where=error.where
+                ) from None
             raise
         if isinstance(answer, Failed):
             raise RefitError(answer.reason)

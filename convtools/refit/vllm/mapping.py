@@ -11,6 +11,10 @@ from convtools.errors import tick
 from convtools.refit.plan import Tensor
 from convtools.refit.vllm.own import PACKED, is_packed
 
+_EXPERTS = ("w13_weight", "w2_weight")
+_HALVES = (("gate_proj", "w1"), ("up_proj", "w3"))
+"""Names of what vLLM puts into the upper and the lower half of `w13_weight`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -26,6 +30,8 @@ class Place:
     """Where the whole tensor lies in it, if its rows lie there as they are."""
     first: bool
     """Whether this rank has the tensor's first element."""
+    expert: int | None = None
+    """Which of the parameter's matrices; `rows` are then its."""
 
 
 def kind_of(name: str) -> tuple[str, ...]:
@@ -76,8 +82,11 @@ class Mapping:
         if module is None or getattr(module, name, None) is None:
             return None
         shape = _loaded_shape(module, name)
-        rows = self._rows(tensor, module, path, name, shape)
-        return Place(path, name, shape, rows, self._has_first(tensor, module, path, shape))
+        has_first = self._has_first(tensor, module, path, shape)
+        if name in _EXPERTS:
+            expert, rows = _expert_rows(tensor, shape, self._size)
+            return Place(path, name, shape, rows, has_first, expert)
+        return Place(path, name, shape, self._rows(tensor, module, path, name, shape), has_first)
 
     def touches(self, tensor: Tensor) -> tuple[str, ...]:
         """Own names of what changes with its first element; none where that is not known."""
@@ -111,7 +120,7 @@ class Mapping:
             return f"this rank holds a part of it, in {at}"
         if place.rows is None:
             return f"vLLM keeps it in another form, in {at}"
-        return f"{at} is packed by a kernel, and does not give back the sign of its zeros"
+        return f"{at} is packed by a kernel, which does not give it back to the last bit"
 
     def _rows(
         self, tensor: Tensor, module: Any, path: str, name: str, shape: tuple[int, ...]
@@ -138,6 +147,24 @@ class Mapping:
         parts = self._fused.get(path.rpartition(".")[2], [])
         at = parts.index(_owner(tensor.name)) if _owner(tensor.name) in parts else 0
         return at > 0 and self._rank < int(getattr(module, "num_kv_head_replicas", 1))
+
+
+def _expert_rows(
+    tensor: Tensor, shape: tuple[int, ...], tp_size: int
+) -> tuple[int | None, tuple[int, int] | None]:
+    """Which expert a tensor is of, and its rows there: gate above up, or one of them alone."""
+    numbers = [part for part in tensor.name.split(".") if part.isdigit()]
+    if len(numbers) != 2 or tp_size > 1 or len(shape) != 3 or len(tensor.shape) != 2:
+        return None, None
+    expert, count = int(numbers[1]), tensor.shape[0]
+    if expert >= shape[0] or shape[2] != tensor.shape[1]:
+        return None, None
+    if shape[1] == count:
+        return expert, (0, count)
+    half = next((i for i, names in enumerate(_HALVES) if _owner(tensor.name) in names), None)
+    if half is None or shape[1] != 2 * count:
+        return None, None
+    return expert, (half * count, (half + 1) * count)
 
 
 def _owner(name: str) -> str:

@@ -49,7 +49,7 @@ def directory_of(config: Any) -> Path:
     if not found:
         raise UsageError(
             "vLLM was not told where its refit sockets go",
-            fix=f'--additional-config \'{{"{DIRECTORY}": "/a/directory"}}\', or {VARIABLE} in its environment',
+            fix=f'--additional-config \'{{"{DIRECTORY}": "/a/directory"}}\', or {VARIABLE} where it starts',
         )
     return Path(found).absolute()
 

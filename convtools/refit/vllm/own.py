@@ -1,6 +1,7 @@
 """The engine's own parameters, as its kernels use them: fused, packed, cut; and their digests."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +53,45 @@ def unpack(module: Any) -> "torch.Tensor":
         rows[torch.arange(count), torch.arange(first, first + count)] = 1
         parts.append(module.cpu_linear(rows, weight, None))
     return torch.cat(parts).t().contiguous()
+
+
+def expert_of(module: Any, name: str, expert: int) -> "torch.Tensor | None":
+    """One expert's matrix of a fused parameter, as it was before a CPU kernel packed it; None elsewhere.
+
+    Packing only moves elements: where to is learnt by packing their numbers.
+    """
+    import torch
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    found = getattr(module, name)
+    if not isinstance(experts, CPUUnquantizedExperts) or found.ndim != 3 or found.element_size() != 2:
+        return None
+    one: torch.Tensor = found[expert].detach()
+    if not experts.moe_config.is_act_and_mul:
+        return one  # not packed
+    if getattr(experts, "_use_zentorch", False):
+        return None
+    back = torch.empty_like(one).reshape(-1)
+    back[_moved(tuple(one.shape), one.dtype, experts.isa)] = one.reshape(-1)
+    return back.reshape(one.shape)
+
+
+@cache
+def _moved(shape: tuple[int, int], dtype: Any, isa: str) -> "torch.Tensor":
+    """Of each element of a packed matrix, which one it was."""
+    import torch
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    numbers = torch.arange(shape[0] * shape[1], dtype=torch.int32)
+    halves = []
+    for half in (numbers & 0xFFFF, numbers >> 16):  # an element has room for half a number
+        plain = half.to(torch.uint16).view(dtype).reshape(1, *shape)
+        packed = cpu_prepack_moe_weight(plain, isa)
+        halves.append(packed.view(torch.uint16).reshape(-1).to(torch.int64))
+    moved: torch.Tensor = halves[0] | halves[1] << 16
+    return moved
 
 
 def _inputs(module: Any) -> int:

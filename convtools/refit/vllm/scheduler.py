@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from convtools.refit.errors import RefitError
 from convtools.refit.protocol import ABORT, DRAIN, KEEP
 from convtools.refit.vllm.control import ControlServer
+from convtools.refit.vllm.options import DRAIN as WAIT
 from convtools.refit.vllm.options import check_refittable, control_directory, directory_of
 from convtools.refit.vllm.ranks import Ranks
 
@@ -26,8 +27,10 @@ _PAUSE = 0.01  # seconds that a step without work waits, so that an engine that 
 class _Held:
     """Goes before a scheduler of vLLM: its methods take turns with the threads that hold it."""
 
+    _pause_state: Any  # vLLM's
+
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         check_refittable(vllm_config)
         if not isinstance(getattr(self, "_pause_state", None), PauseState):
             raise RefitError("this vLLM's scheduler is paused in another way than is known here")
@@ -65,7 +68,7 @@ class _Held:
                 raise RefitError(
                     f"requests were still being answered after {wait:g} s",
                     found=f"{self._begun()} requests, {self._steps} steps",
-                    fix=f"allow more time (convtools_refit_drain), or push with in_flight {ABORT!r} or {KEEP!r}",
+                    fix=f"allow more time ({WAIT}), or push with in_flight {ABORT!r} or {KEEP!r}",
                 )
             if first and policy == ABORT:
                 self._aborted += self.finish_requests(None, RequestStatus.FINISHED_ABORTED)

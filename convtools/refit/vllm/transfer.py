@@ -97,7 +97,9 @@ class SocketEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Refused."""
-        raise RefitError("weights come over convtools' socket, not by vLLM's calls", fix="push with WeightSync")
+        raise RefitError(
+            "weights come over convtools' socket, not by vLLM's calls", fix="push with WeightSync"
+        )
 
     def start_weight_update(self) -> None:
         """Refused."""

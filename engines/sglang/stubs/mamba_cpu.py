@@ -3,6 +3,8 @@
 Shapes: T tokens, H heads, P a head's width, N the state's width, G groups, S sequences.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,7 +18,7 @@ def causal_conv1d_fn(
     """Sequences one after another in `x` of [channels, T]; the last columns are kept for decoding."""
     out, kept = torch.empty_like(x), weight.shape[1] - 1
     ends = query_start_loc.tolist()
-    for i, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
         if begin == end:
             continue
         slot = int(cache_indices[i]) if cache_indices is not None else i
@@ -57,7 +59,7 @@ def mamba_chunk_scan_combined(
     step = F.softplus(dt.float() + dt_bias.float())
     b, c = _by_head(B[0], heads), _by_head(C[0], heads)
     states, ends = [], cu_seqlens.tolist()
-    for i, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
         state = torch.zeros(heads, x.shape[2], b.shape[2])
         if initial_states is not None:
             state = initial_states[i].float()

@@ -57,6 +57,7 @@ def make(root: Path, kind: str, seed: int) -> Path:
                 parameter.normal_(0, 0.12)
             else:
                 parameter.uniform_(0.5, 1.5)
+            parameter.copy_(parameter.bfloat16())  # the router is kept in F32 here, and not by SGLang
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.uniform_(0, 0.1)

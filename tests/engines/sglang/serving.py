@@ -86,7 +86,9 @@ def serving(model: Path, log: Path, *, tp: int = 1, wait: float = 240) -> Iterat
         "--grammar-backend", "none", "--chunked-prefill-size", "-1", "--skip-server-warmup",
         "--random-seed", "1",
     ]  # fmt: skip
+    cores = sorted(os.sched_getaffinity(0))
     env = os.environ | {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp)),
         "PYTHONPATH": str(STUBS), "PYTHONDONTWRITEBYTECODE": "1", "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip

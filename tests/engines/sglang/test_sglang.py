@@ -19,10 +19,9 @@ import pytest
 from convtools.refit.errors import RefitError
 from convtools.refit.sinks.sglang import SGLangSink
 from convtools.refit.sync import WeightSync
+from tests.engines.sglang.serving import KEY, NEW_TOKENS, PROMPTS, PYTHON, ROOT, Server, Snapshot, serving
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
-
-from tests.engines.sglang.serving import KEY, NEW_TOKENS, PROMPTS, PYTHON, ROOT, Server, Snapshot, serving  # noqa: E402
 
 if not PYTHON.exists():
     pytest.skip(
@@ -31,10 +30,12 @@ if not PYTHON.exists():
     )
 
 BUCKET = 64 << 10
+Models = dict[str, tuple[Path, Path]]
+"""Two checkpoints of each kind."""
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     from tests.engines.sglang.checkpoints import make
 
     root = tmp_path_factory.mktemp("models")
@@ -46,10 +47,13 @@ def fresh(model: Path, log: Path, tp: int = 1) -> Snapshot:
         return server.snapshot()
 
 
-def trainer(server: Server, model: Path, version: int, killed_at: int | None = None) -> subprocess.CompletedProcess[bytes]:
+Run = subprocess.CompletedProcess[bytes]
+
+
+def trainer(server: Server, model: Path, version: int, killed_at: int | None = None) -> Run:
     """A push from a process of its own."""
-    command = [sys.executable, "-m", "tests.engines.sglang.trainer", str(model), server.url, KEY, str(version)]
-    command += [] if killed_at is None else [str(killed_at)]
+    command = [sys.executable, "-m", "tests.engines.sglang.trainer", str(model), server.url, KEY]
+    command += [str(n) for n in (version, killed_at) if n is not None]
     return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120)
 
 
@@ -59,17 +63,17 @@ def pushed(server: Server, model: Path, version: int) -> None:
     assert run.stdout.split()[0] == b"%d" % version and run.stdout.split()[2:] == [b"clean", b"True"]
 
 
-def sync(server: Server, model: Path, in_flight: Any = "drain", **options: Any) -> WeightSync:
+def sync(server: Server, source: Any, in_flight: Any = "drain", **options: Any) -> WeightSync:
     sink = SGLangSink(server.url, api_key=KEY, **options)
-    return WeightSync(str(model), [sink], bucket_bytes=BUCKET, in_flight=in_flight)
+    return WeightSync(source, [sink], bucket_bytes=BUCKET, in_flight=in_flight)
 
 
 def there_and_back(server: Server, a: Path, b: Path, of_b: Snapshot) -> None:
     """A -> B -> A, each as a fresh server of it."""
     of_a = server.snapshot()
     assert of_a.tokens != of_b.tokens
-    for name, value in of_a.checksums[0].items():
-        assert of_b.checksums[0][name] != value, f"{name} is the same in both models: a push of it shows nothing"
+    equal = [n for n, v in of_a.checksums[0].items() if of_b.checksums[0][n] == v]
+    assert equal == [], "a push of what is the same in both models shows nothing"
     pushed(server, b, 1)
     assert server.snapshot() == of_b and server.version() == "1"
     pushed(server, a, 2)
@@ -78,21 +82,21 @@ def there_and_back(server: Server, a: Path, b: Path, of_b: Snapshot) -> None:
 
 class TestLlama:
     @pytest.fixture(scope="class")
-    def of_b(self, models: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    def of_b(self, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         return fresh(models["llama"][1], tmp_path_factory.mktemp("logs") / "llama-b.log")
 
     @pytest.fixture(scope="class")
     def server(
-        self, models: dict[str, tuple[Path, Path]], of_b: Snapshot, tmp_path_factory: pytest.TempPathFactory
+        self, models: Models, of_b: Snapshot, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Server]:
         with serving(models["llama"][0], tmp_path_factory.mktemp("logs") / "llama.log") as made:
             yield made
 
-    def test_there_and_back(self, server: Server, models: dict[str, tuple[Path, Path]], of_b: Snapshot) -> None:
+    def test_there_and_back(self, server: Server, models: Models, of_b: Snapshot) -> None:
         there_and_back(server, *models["llama"], of_b)
 
-    def test_the_self_test(self, server: Server, models: dict[str, tuple[Path, Path]], of_b: Snapshot) -> None:
-        with sync(server, models["llama"][1]) as one:
+    def test_the_self_test(self, server: Server, models: Models, of_b: Snapshot) -> None:
+        with sync(server, str(models["llama"][1])) as one:
             found = one.check()
             assert found.ok and found.identity and found.faults == ()
             assert found.digests == {server.url: len(of_b.checksums[0])} and len(found.canaries) == 12
@@ -100,9 +104,7 @@ class TestLlama:
         assert server.snapshot() == of_b
 
     @pytest.mark.parametrize("killed_at", [1, 3])
-    def test_a_killed_trainer(
-        self, server: Server, models: dict[str, tuple[Path, Path]], of_b: Snapshot, killed_at: int
-    ) -> None:
+    def test_a_killed_trainer(self, server: Server, models: Models, of_b: Snapshot, killed_at: int) -> None:
         """SIGKILL in the middle: nothing is answered until another trainer has pushed all."""
         at = int(server.version())
         run = trainer(server, models["llama"][0], at + 1, killed_at)
@@ -115,12 +117,10 @@ class TestLlama:
         assert not list(Path("/dev/shm").glob("convtools-sglang-*"))
 
     @pytest.mark.parametrize("policy", ["drain", "abort", "keep"])
-    def test_requests_in_flight(
-        self, server: Server, models: dict[str, tuple[Path, Path]], of_b: Snapshot, policy: str
-    ) -> None:
+    def test_requests_in_flight(self, server: Server, models: Models, of_b: Snapshot, policy: str) -> None:
         at, answers, length = int(server.version()), [], 400
         asking = threading.Thread(target=lambda: answers.extend(server.generate(PROMPTS[:1], length)))
-        with sync(server, models["llama"][1], policy) as one:
+        with sync(server, str(models["llama"][1]), policy) as one:
             one._fleet.links[0].refresh(one.plan, one._ring, 60, False)  # what takes time is behind us
             asking.start()
             time.sleep(0.4)
@@ -141,20 +141,22 @@ class TestLlama:
                 assert spans[0]["start"] < spans[0]["end"] <= spans[-1]["start"] < spans[-1]["end"] == length
         assert server.snapshot() == of_b
 
-    def test_what_is_refused(self, server: Server, models: dict[str, tuple[Path, Path]], of_b: Snapshot) -> None:
+    def test_what_is_refused(self, server: Server, models: Models, of_b: Snapshot) -> None:
         """Before anything is sent: a wrong key, another model, layers that the server would skip."""
-        with WeightSync(str(models["llama"][1]), [SGLangSink(server.url, api_key="wrong")]) as one:
-            with pytest.raises(RefitError, match="401"):
-                one.push(99)
-        with sync(server, models["qwen3moe"][1]) as one, pytest.raises(RefitError, match="other tensors"):
+        wrong = SGLangSink(server.url, api_key="wrong")
+        with WeightSync(str(models["llama"][1]), [wrong]) as one, pytest.raises(RefitError, match="401"):
+            one.push(99)
+        with (
+            sync(server, str(models["qwen3moe"][1])) as one,
+            pytest.raises(RefitError, match="other tensors"),
+        ):
             one.push(99)
         import torch
         from safetensors.torch import load_file
 
         source = load_file(models["llama"][1] / "model.safetensors") | {"mtp.norm.weight": torch.ones(4)}
-        with WeightSync(source, [SGLangSink(server.url, api_key=KEY)], bucket_bytes=BUCKET) as one:
-            with pytest.raises(RefitError, match="no draft model"):
-                one.push(99)
+        with sync(server, source) as one, pytest.raises(RefitError, match="no draft model"):
+            one.push(99)
         assert server.snapshot() == of_b
 
 
@@ -162,22 +164,22 @@ class TestNemotron:
     """Mamba-2, attention and a latent mixture of experts."""
 
     @pytest.fixture(scope="class")
-    def of_b(self, models: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    def of_b(self, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
         return fresh(models["nemotron"][1], tmp_path_factory.mktemp("logs") / "nemotron-b.log")
 
     @pytest.fixture(scope="class")
     def server(
-        self, models: dict[str, tuple[Path, Path]], of_b: Snapshot, tmp_path_factory: pytest.TempPathFactory
+        self, models: Models, of_b: Snapshot, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Server]:
         with serving(models["nemotron"][0], tmp_path_factory.mktemp("logs") / "nemotron.log") as made:
             yield made
 
-    def test_there_and_back(self, server: Server, models: dict[str, tuple[Path, Path]], of_b: Snapshot) -> None:
+    def test_there_and_back(self, server: Server, models: Models, of_b: Snapshot) -> None:
         there_and_back(server, *models["nemotron"], of_b)
 
-    def test_the_self_test(self, server: Server, models: dict[str, tuple[Path, Path]], of_b: Snapshot) -> None:
-        """`A = -exp(A_log)` is loaded anew from A_log each time; the F32 router is rounded, and said to be."""
-        with sync(server, models["nemotron"][1]) as one:
+    def test_the_self_test(self, server: Server, models: Models, of_b: Snapshot) -> None:
+        """`A` is made anew from A_log each time; the F32 router is rounded, and said to be."""
+        with sync(server, str(models["nemotron"][1])) as one:
             found = one.check()
             assert found.ok, found.faults
             assert found.digests == {server.url: len(of_b.checksums[0])}
@@ -186,9 +188,7 @@ class TestNemotron:
         assert "mixer.A`, whose digest" in weaker["backbone.layers.0.mixer.A_log"]
         assert server.snapshot() == of_b
 
-    def test_tokens_are_those_of_transformers(
-        self, server: Server, models: dict[str, tuple[Path, Path]], of_b: Snapshot
-    ) -> None:
+    def test_tokens_are_those_of_transformers(self, server: Server, models: Models, of_b: Snapshot) -> None:
         """Two engines that are wrong alike are equal: here is another to compare with."""
         import torch
         from transformers import AutoModelForCausalLM
@@ -205,16 +205,16 @@ class TestNemotron:
         assert [tokens[0, len(PROMPTS[0]) :].tolist() for tokens in said] == of_b.tokens
 
 
-def test_two_ranks(models: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_two_ranks(models: Models, tmp_path: Path) -> None:
     """Each rank reads its own payload, and cuts what is its own; experts, too."""
     a, b = models["qwen3moe"]
     of_b = fresh(b, tmp_path / "b.log", tp=2)
     assert len(of_b.checksums) == 2 and of_b.checksums[0] != of_b.checksums[1]
     with serving(a, tmp_path / "a.log", tp=2) as server:
         there_and_back(server, a, b, of_b)
-        with sync(server, a, tp=2) as one:
+        with sync(server, str(a), tp=2) as one:
             assert one.check().ok
-        with sync(server, a, tp=1) as one, pytest.raises(RefitError, match="2 TP ranks, not 1"):
+        with sync(server, str(a), tp=1) as one, pytest.raises(RefitError, match="2 TP ranks, not 1"):
             one.push(9)
 
 

@@ -46,7 +46,9 @@ def save(name: str, seed: int, to: Path) -> Path:
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "e_score_correction_bias" in key:
                 tensor.uniform_(0, 0.1)
-            elif key.endswith(("A_log", "dt_bias", "mixer.D")) or not key.endswith(("weight", "bias", "_proj")):
+            elif key.endswith(("A_log", "dt_bias", "mixer.D")) or not key.endswith(
+                ("weight", "bias", "_proj")
+            ):
                 continue
             elif tensor.ndim >= 2:
                 tensor.normal_(0, 0.12)

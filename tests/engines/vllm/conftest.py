@@ -14,7 +14,7 @@ LONG = [1, *[(11 * i) % 300 + 4 for i in range(400)]]
 """A prompt that fills blocks of the prefix cache."""
 ASKED = [*PROMPTS, LONG]
 KERNELS = {"worker_extension_cls": "nemotron_extension.NemotronExtension", "enable_prefix_caching": False}
-"""For Nemotron-H; its kernels for tests keep no states in the middle of a prompt, which a cache would need."""
+"""For Nemotron-H; its kernels for tests keep no states amid a prompt, which a cache would need."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,7 +38,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
 
 
 @pytest.fixture(scope="session")
-def fresh(checkpoint: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def fresh(
+    checkpoint: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
     """`fresh(model, which)`: what an engine without any of ours answers to `ASKED`, started on it."""
     found: dict[Any, Any] = {}
     logs = tmp_path_factory.mktemp("fresh")

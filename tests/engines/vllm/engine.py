@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ class Engine:
     ) -> None:  # fmt: skip
         paths = [str(HERE), str(REPO / "engines" / "vllm")] if shim else [str(HERE)]
         self._env = {
-            name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_", "VLLM_"))
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "OMP_", "VLLM_"))
         }
         self._env |= {
             "PYTHONPATH": os.pathsep.join([*paths, str(REPO)]), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -52,14 +55,11 @@ class Engine:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self._process.wait()
             self._process.stdout.close()
 

@@ -1,0 +1,128 @@
+"""How long the plan of the largest published model takes: 108 layers, 512 experts, no tensor made.
+
+    python bench/refit_plan.py [--tp 8 --pp 4 --ep 32] [--engine-tp 8] [--rank N] [--all]
+
+A trainer in Megatron's layout TP8/PP4/EP32 (the 128 ranks of one model replica) and an engine whose ranks hold
+Hugging Face tensors cut for TP8. Printed: the merging of what all ranks hold, the plan of one engine rank (of
+all with `--all`: what the trainer's ranks do), the digest of its moves, the same again from the cache, and the
+peak memory of the process.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from convtools.conversion.from_hf import model_of  # noqa: E402
+from convtools.families.rank_tensors import Placement  # noqa: E402
+from convtools.layout.parallel import ParallelLayout, even_stages  # noqa: E402
+from convtools.layout.region import Region  # noqa: E402
+from convtools.refit.ranks.holdings import (  # noqa: E402
+    Holdings,
+    MegatronPlace,
+    cut_holdings,
+    megatron_holdings,
+    merge,
+)
+from convtools.refit.ranks.shard_plan import shard_plans  # noqa: E402
+from tests.nemotron_checkpoints import ULTRA, Tensors, inventory  # noqa: E402
+
+
+class _Shape:
+    """A tensor without elements."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+
+
+def trainer(tensors: Tensors, layout: ParallelLayout) -> list[Holdings]:
+    """What every rank of the trainer says that it holds."""
+    model = model_of(ULTRA, {name: shape for name, (_, shape) in tensors.items()})[0]
+    table = model.table(model.spec.vocab)
+    dtypes = {piece.a: tensors[piece.b][0] for piece in table.mapping.pieces}
+    words = {"BF16": "bfloat16", "F32": "float32"}
+    place = Placement(table.params.values(), layout, tied=False)
+    out = []
+    for rank in layout.ranks():
+        held = {
+            next(iter(part.names())): _Shape(words[dtypes[part.param.name]], part.shape)
+            for part in place.held(rank)
+        }
+        out.append(megatron_holdings([held], MegatronPlace(layout, rank, ULTRA)))
+    return out
+
+
+def engine(tensors: Tensors, tp: int) -> list[Holdings]:
+    """Ranks of an engine: columns of what is summed after, rows of the rest, norms and routers whole."""
+    out = []
+    for rank in range(tp):
+        cuts = {}
+        for name, (dtype, shape) in tensors.items():
+            dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")) else 0
+            whole = len(shape) < 2 or shape[dim] % tp or "gate.weight" in name or "norm" in name
+            region = Region.whole(shape)
+            if not whole:
+                n = shape[dim] // tp
+                at = tuple(rank * n if d == dim else 0 for d in range(len(shape)))
+                region = Region(at, tuple(n if d == dim else s for d, s in enumerate(shape)))
+            cuts[name] = (dtype, shape, region)
+        out.append(cut_holdings(cuts))
+    return out
+
+
+def timed(what: str, call: Callable[[], Any]) -> Any:
+    """Run, and print how long it took."""
+    began = time.perf_counter()
+    found = call()
+    print(f"{what:48} {time.perf_counter() - began:7.2f} s")
+    return found
+
+
+def main() -> None:
+    """Print a line for each step, and the peak memory."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("tp", 8), ("pp", 4), ("ep", 32), ("engine-tp", 8), ("rank", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--bucket-bytes", type=int, default=256 << 20)
+    args = parser.parse_args()
+    tensors = inventory(ULTRA)
+    layout = ParallelLayout(args.tp, args.pp, args.ep, 1, even_stages(108, args.pp))
+    sources = timed("what the trainer's ranks hold", lambda: trainer(tensors, layout))
+    targets = timed("what the engine's ranks hold", lambda: engine(tensors, args.engine_tp))
+    began = time.perf_counter()
+    merged = timed(f"merged: {len(sources)} ranks, {len(tensors)} tensors", lambda: merge(sources))
+    only = None if args.all else args.rank
+    plans = timed("planned", lambda: shard_plans(sources, merged, targets, args.bucket_bytes, only))
+    for plan in plans:
+        timed(f"moves of {len(plan.plan.buckets)} buckets", plan.legs.prepare)
+    made = time.perf_counter() - began
+    timed("digest of the moves", lambda: [plan.legs.digest() for plan in plans])
+    began = time.perf_counter()
+    for plan in plans:
+        plan.legs.prepare()
+    again = time.perf_counter() - began
+    nbytes = sum(
+        m.nbytes for plan in plans for i in range(len(plan.plan.buckets)) for m in plan.legs.of(i).values()
+    )
+    copies = sum(
+        len(m.copies)
+        for plan in plans
+        for i in range(len(plan.plan.buckets))
+        for m in plan.legs.of(i).values()
+    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"made in {made:.2f} s, replayed in {again * 1e3:.2f} ms; peak {peak >> 10} MiB")
+    print(f"{copies} copies, {nbytes / 1e9:.1f} GB")
+    print(json.dumps({"made": made, "replayed": again, "peak": peak * 1024}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""`ShardSync`: the trainer's ranks send each engine rank its own shards; nothing is gathered anywhere.
+
+The same transaction as `WeightSync`, one plan an engine rank: all prepare before any commits. The lead
+talks to the engine ranks; the bytes go point to point.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from convtools.equality.fingerprint import Fingerprint, combine
+from convtools.errors import ConvtoolsError, UsageError, capped
+from convtools.refit.bucket import Ring, checksum
+from convtools.refit.errors import PeerError, RefitError
+from convtools.refit.fleet import Fleet
+from convtools.refit.link import Link
+from convtools.refit.protocol import DRAIN, FINGERPRINT_NBYTES, Bucket, InFlight, PartRow
+from convtools.refit.ranks import steps
+from convtools.refit.ranks.group import DATA, HEADER, RankGroup
+from convtools.refit.ranks.legs import Message
+from convtools.refit.ranks.meeting import TRAINER, meet
+from convtools.refit.ranks.parcels import Head
+from convtools.refit.ranks.shard_plan import ShardPlan, shard_plans
+from convtools.refit.ranks.source import RankedSource
+from convtools.refit.ranks.tensors import add_values, check_finite
+from convtools.refit.report import PushReport, SinkReport, VerifyReport, differing
+from convtools.refit.sinks.process_group import GroupChannel
+from convtools.refit.trace import Trace
+from convtools.refit.transaction import packed
+
+if TYPE_CHECKING:
+    import torch
+
+_TINY = 256
+
+
+class ShardSync:
+    """Made on every rank of the trainer at once with the engine ranks' `ShardTarget`; called in step.
+
+    `group` (None: the whole job) has the ranks of `source` first, in their order, then the engine's.
+    Each rank stages one bucket; each engine rank `slots + 1` of them. Raises UsageError, RefitError,
+    PeerError, AccountingError, ParallelError: the same on every rank.
+    """
+
+    def __init__(
+        self,
+        source: RankedSource,
+        group: Any = None,
+        *,
+        bucket_bytes: int = 8 << 20,
+        slots: int = 2,
+        timeout: float = 60.0,
+        lease: float = 60.0,
+        finite: bool = True,
+        in_flight: InFlight = DRAIN,
+        flush: bool = True,
+    ) -> None:
+        self._source, self._timeout, self._finite, self._flush = source, timeout, finite, flush
+        self.group = RankGroup(group, timeout)
+        if (self.group.rank, self.group.size > source.group.size) != (source.group.rank, True):
+            raise UsageError("the group must have the trainer's ranks first, then the engine's")
+        met = meet(self.group, TRAINER, source.holdings[source.group.rank], bucket_bytes)
+        self._plans: list[ShardPlan] = []
+
+        def digests() -> bytes:
+            self._plans = shard_plans(met.sources, met.merged, met.targets, met.bucket_bytes)
+            return b"".join(plan.legs.digest() for plan in self._plans)
+
+        met.compare(steps.agreed(self.group, digests))
+        self._engines = range(source.group.size, self.group.size)
+        source.patience = timeout * (4 + 4 * len(self._engines))
+        source.serve, source.tell_values = self._send, self._told
+        self._values: list[dict[int, Fingerprint]] = [{} for _ in self._plans]
+        self._room: Any = None
+        self._fault: ConvtoolsError | None = None
+        self._slots, self._ring, self._fleets = slots, None, []
+        if source.leads:
+            self._ring = Ring(_TINY, slots)  # the lead stages nothing: what agrees asks for its slots only
+            self._channel = GroupChannel(self.group, engines=self._engines)
+            for sink, plan in zip(self._channel.sinks, self._plans, strict=True):
+                sink.shards = True
+                self._fleets.append(
+                    Fleet(
+                        [sink], plan.plan, self._ring, timeout=timeout, lease=lease, in_flight=in_flight,
+                        flush=flush, trace=Trace(None),
+                    )
+                )  # fmt: skip
+
+    def push(self, version: int, *, force: bool = False) -> PushReport:
+        """Make every engine rank serve its shards as `version`. Raises RefitError after an abort."""
+        if type(version) is not int or not 0 <= version < 1 << 62:
+            raise UsageError("a version is a step of the trainer", found=repr(version))
+        found: PushReport = self._source.together(
+            "push", (version, force), lambda: self._push(version, force)
+        )
+        return found
+
+    def verify(self) -> VerifyReport:
+        """Compare the source with what every engine rank serves now, tensor by tensor of its own."""
+        found: VerifyReport = self._source.together("verify", (), self._verify)
+        return found
+
+    def close(self) -> None:
+        """The lead ends the service of the engine ranks; every rank leaves the group."""
+        if self._source.leads:
+            self._channel.close()
+            assert self._ring is not None
+            self._ring.close()
+        self.group.close()
+
+    @property
+    def _links(self) -> Iterator[Link]:
+        return (link for fleet in self._fleets for link in fleet.links)
+
+    def _push(self, version: int, force: bool) -> PushReport:
+        began = time.perf_counter()
+        self._source.begin()
+        self._forget()
+        try:
+            try:
+                for fleet in self._fleets:
+                    fleet.open(version, force=force, fingerprints=True)
+                waited = self._stream()
+                prepared = time.perf_counter()
+                for fleet, values in zip(self._fleets, self._gathered(again=False), strict=True):
+                    fleet.prepare(values)
+            except BaseException as error:
+                cause = self._cause(error)
+                for fleet in self._fleets:
+                    fleet.abort(cause)
+                if isinstance(cause, ConvtoolsError):
+                    raise self._refused(version, cause) from error
+                raise
+            self._commit(version)
+        finally:
+            self._source.end()
+        ended = time.perf_counter()
+        plans = [plan.plan for plan in self._plans]
+        return PushReport(
+            version, sum(len(p.tensors) for p in plans), sum(len(p.buckets) for p in plans),
+            sum(p.nbytes for p in plans), 0, ended - began, 0.0, prepared - began - waited, waited,
+            ended - prepared,
+            tuple(
+                SinkReport(
+                    link.name, link.state, link.version, link.mode, link.undo_bytes, link.consume_seconds,
+                    link.flushed,
+                )
+                for link in self._links
+            ),
+            tuple(n for n, on in (("finite", self._finite), ("flush", self._flush)) if not on)
+            + self._source.unchecked,
+        )  # fmt: skip
+
+    def _stream(self) -> float:
+        """Bucket by bucket of every engine rank; gives the seconds of waiting for them."""
+        waited, count = 0.0, max(len(plan.plan.buckets) for plan in self._plans)
+        for index in range(count + self._slots - 1):
+            began = time.perf_counter()
+            for fleet in self._fleets:
+                (link,) = fleet.links
+                while link.consumed < min(index - self._slots + 1, len(fleet.plan.buckets)):
+                    link.await_bucket(self._timeout)
+            waited += time.perf_counter() - began
+            if index >= count:
+                continue
+            others = [
+                rank for rank in range(1, self._source.group.size)
+                if any(True for _ in self._messages(index, rank))
+            ]  # fmt: skip
+            self._source.group.command(steps.BUCKET, index, to=others)
+            for fleet in self._fleets:
+                if index < len(fleet.plan.buckets):
+                    self._announce(fleet, index)
+            self._send(index)
+        for fleet in self._fleets:
+            (link,) = fleet.links
+            while link.consumed < len(fleet.plan.buckets):
+                link.await_bucket(self._timeout)
+        return waited
+
+    def _announce(self, fleet: Fleet, index: int) -> None:
+        """Tell an engine rank that a bucket comes; it makes the checksum of what it put together."""
+        (link,) = fleet.links
+        bucket = fleet.plan.buckets[index]
+        rows = [PartRow(p.tensor, p.start, p.nbytes, p.offset) for p in bucket.parts]
+        question = Bucket(
+            link.token, fleet.attempt, index, index % self._slots, bucket.nbytes, b"\0" * 16, rows
+        )
+        link.send_bucket(question, self._timeout)
+
+    def _messages(self, index: int, rank: int) -> Iterator[tuple[int, Message]]:
+        """(place of the engine rank, message) of what a rank sends of bucket `index`."""
+        for i, plan in enumerate(self._plans):
+            if index < len(plan.plan.buckets) and (message := plan.legs.of(index).get(rank)):
+                yield i, message
+
+    def _send(self, index: int) -> None:
+        """This rank's part of a bucket of every engine rank. Raises PeerError."""
+        if index == 0:
+            self._forget()
+        found = list(self._messages(index, self._source.group.rank))
+        first = self._source.group.rank % len(self._plans)  # not all to the same one at the same time
+        for i, message in sorted(found, key=lambda pair: (pair[0] - first) % len(self._plans)):
+            data = self._staging(message.nbytes)
+            head = self._packed(i, message, index, data)
+            until = time.monotonic() + self._timeout
+            to = self._engines[i]
+            works = [self.group.post(head.pack(), to, HEADER), self.group.post(data, to, DATA)]
+            for work in works:
+                self.group.wait(work, until, f"engine rank {to}")
+
+    def _packed(self, i: int, message: Message, index: int, data: "torch.Tensor") -> Head:
+        view = memoryview(data.numpy())
+        try:
+            self._source.held.pack(message, data)
+            names = {n: t.name for n, t in enumerate(self._plans[i].plan.tensors)}
+            if self._finite:
+                check_finite(message, view, names)
+            add_values(self._values[i], message, view)
+        except (ConvtoolsError, RuntimeError) as error:  # the engine refuses; the cause is told by `_cause`
+            fault = (
+                error if isinstance(error, ConvtoolsError) else RefitError(f"{type(error).__name__}: {error}")
+            )
+            self._fault = self._fault or fault
+            return Head(index, message.nbytes, b"\0" * 16, failed=True)
+        return Head(index, message.nbytes, checksum(view))
+
+    def _staging(self, nbytes: int) -> "torch.Tensor":
+        import torch
+
+        if self._room is None or len(self._room) < nbytes:
+            self._room = torch.zeros(nbytes, dtype=torch.uint8)
+        room: torch.Tensor = self._room[:nbytes]
+        return room
+
+    def _forget(self) -> None:
+        self._fault, self._values = None, [{} for _ in self._plans]
+
+    def _told(self, again: int) -> None:
+        """A follower's part of an exchange of fingerprints; what is wrong is told by the lead."""
+        try:
+            steps.agreed(self._source.group, lambda: self._own(bool(again)))
+        except ConvtoolsError:
+            if self._source.group.broken:
+                raise
+
+    def _own(self, again: bool) -> bytes:
+        """Fingerprints of what this rank gives of each target's tensors; `again`: read anew."""
+        if again:
+            self._forget()
+            rank = self._source.group.rank
+            for index in range(max(len(plan.plan.buckets) for plan in self._plans)):
+                for i, message in self._messages(index, rank):
+                    self._packed(i, message, index, self._staging(message.nbytes))
+        if self._fault is not None:
+            raise self._fault
+        return b"".join(
+            packed(self._values[i].get(n)) for i, plan in enumerate(self._plans)
+            for n in range(len(plan.plan.tensors))
+        )  # fmt: skip
+
+    def _gathered(self, *, again: bool) -> list[list[bytes]]:
+        """By engine rank: the fingerprints of its tensors, from the parts that all ranks gave."""
+        if self._source.group.size > 1:
+            self._source.group.command(steps.VALUES, int(again))
+        said = steps.agreed(self._source.group, lambda: self._own(again))
+        out, at = [], 0
+        for plan in self._plans:
+            values = []
+            for _ in plan.plan.tensors:
+                parts = (int.from_bytes(data[at : at + FINGERPRINT_NBYTES], "little") for data in said)
+                values.append(combine(parts).to_bytes(FINGERPRINT_NBYTES, "little"))
+                at += FINGERPRINT_NBYTES
+            out.append(values)
+        return out
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """What a rank of the trainer says went wrong there, if one does; else the error itself."""
+        if isinstance(error, PeerError) or not isinstance(error, ConvtoolsError):
+            return error
+        try:
+            self._gathered(again=False)
+        except ConvtoolsError as found:
+            return error if self._source.group.broken else found
+        return error
+
+    def _commit(self, version: int) -> None:
+        failed = []
+        for fleet in self._fleets:
+            try:
+                fleet.commit(version)
+            except RefitError as error:
+                failed.append(str(error.found or error.what))
+        if failed:
+            raise RefitError(
+                f"version {version} was prepared everywhere and not committed everywhere",
+                found=f"{capped(failed)}; now {self._states()}",
+                fix="each engine rank serves its whole shards of one version; push again",
+            )
+
+    def _refused(self, version: int, error: ConvtoolsError) -> RefitError:
+        kind: Callable[..., RefitError] = RefitError
+        return kind(
+            f"version {version} was not pushed: {error.what}", where=error.where, expected=error.expected,
+            found=f"{error.found}; now {self._states()}" if error.found else self._states(), fix=error.fix,
+        )  # fmt: skip
+
+    def _states(self) -> str:
+        return capped(f"`{link.name}` {link.state} at version {link.version}" for link in self._links)
+
+    def _verify(self) -> VerifyReport:
+        self._source.begin()
+        try:
+            wanted = self._gathered(again=True)
+        finally:
+            self._source.end()
+        differ: dict[str, tuple[str, ...]] = {}
+        unreadable: dict[str, str] = {}
+        for fleet, values in zip(self._fleets, wanted, strict=True):
+            (link,) = fleet.links
+            try:
+                link.refresh(fleet.plan, fleet.ring, self._timeout, True)
+                told = link.told("serves", len(values), self._timeout)
+            except RefitError as error:
+                unreadable[link.name] = error.what
+                continue
+            if names := differing(fleet.plan.tensors, values, told.fingerprints):
+                differ[link.name] = names
+        return VerifyReport(sum(len(values) for values in wanted), differ, unreadable)
+
+
+__all__ = ["ShardSync"]
