@@ -173,6 +173,7 @@ def measure(gigabytes: float, rounds: int, bucket_bytes: int, engines: Engines, 
         "push, shadow": sync("shadow", source),
         "push, in place, no fingerprints": sync("in place", source, fingerprints=False),
         "zero-copy, all checks": sync("in place", arena),
+        "zero-copy, no checksums": sync("in place", arena, checksums=False),
         "zero-copy, checks off": sync("in place", arena, **UNCHECKED),
     }
     small = sync("small", tensors(0.07, 2), bucket_bytes=SMALL)

@@ -144,6 +144,7 @@ def check(
     """
     from convtools.equality.canonical import open_side
     from convtools.errors import ConvtoolsError, UsageError, printable
+    from convtools.refit.serving import origin
     from convtools.refit.sinks.url import find
     from convtools.refit.sync import WeightSync
 
@@ -151,7 +152,7 @@ def check(
         complain("note: this tests an engine; the folder `check` is pushed as ./check")
     try:
         found = find(url, source=source, timeout=min(timeout, _ASK_SECONDS))
-        given = source or found.started_from
+        given = source or found.started_from or origin(found.sinks[0], timeout)
         if given is None:
             raise UsageError(f"{url} does not say what it was started from", fix="give --source CKPT")
         side = open_side(given, iteration=iteration, hf_config=hf_config)

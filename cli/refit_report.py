@@ -42,10 +42,12 @@ def _push_facts(src: str, report: PushReport, rate: float, trace: Path | None) -
         ("gather", report.gather_seconds), ("pack", report.pack_seconds), ("wait", report.wait_seconds),
         ("prepare and commit", report.commit_seconds),
     ]  # fmt: skip
+    rest = report.seconds - sum(seconds for _, seconds in parts)
+    parts.append(("connect and open", max(rest, 0.0)))
     yield "of it", ", ".join(f"{name} {seconds:.3f} s" for name, seconds in parts)
     for sink in report.sinks:
         flushed = ", caches emptied" if sink.flushed else ""
-        memory = f", {human(sink.undo_bytes)} to go back with" if sink.undo_bytes else ""
+        memory = f", holds {human(sink.undo_bytes)} to go back with" if sink.undo_bytes else ""
         consumed = f"consumed in {sink.consume_seconds:.3f} s"
         yield "serves", f"{sink.name}: version {sink.version}, {sink.state}{flushed}; {consumed}{memory}"
     if report.unchecked:

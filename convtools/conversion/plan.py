@@ -76,9 +76,13 @@ class _Run(NamedTuple):
 class Resolver:
     """Answers where the elements of a destination's payload lie in the source's files."""
 
-    def __init__(self, source: Stored, target: Target) -> None:
+    def __init__(self, source: Stored, target: Target, like: "Resolver | None" = None) -> None:
+        """`like`: another one of the same source, whose half of the work is taken over."""
         self._to_hf, self._copies = target.to_hf, target.copies
         self._fills, self._plus = target.fills, _payload_shifts(source, target)
+        if like is not None:
+            self._runs, self._hf_to_run, self._whole = like._runs, like._hf_to_run, like._whole
+            return
         self._runs: dict[str, _Run] = {}
         stored: list[Piece] = []
         for name, tensor in source.tensors.items():

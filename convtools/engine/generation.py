@@ -192,7 +192,9 @@ class Generator:
 
         if temperature == 0:
             return [int(token) for token in logits.argmax(-1)]
-        chances = torch.softmax(logits / temperature, -1)
+        # Far apart from each other, and none above 0: no temperature is too low to divide by.
+        below = (logits - logits.amax(-1, keepdim=True)).double()
+        chances = torch.softmax(below / temperature, -1)
         return [
             int(torch.multinomial(row, 1, generator=draw)) for row, draw in zip(chances, draws, strict=True)
         ]

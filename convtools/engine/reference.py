@@ -62,6 +62,7 @@ class ReferenceEngine:
             drain=drain, in_flight=self._traffic.usher,
         )  # fmt: skip
         """State and version, and the gate that its requests go through."""
+        self.receiver.origin = str(self.model.absolute())
         self._traffic.receiver = self.receiver
         self._generator = Generator(self.loaded.model, self._traffic, self.prefixes)
         self._open = ExitStack()

@@ -1,7 +1,9 @@
 """The engine's HTTP: four routes, bounded requests, and nothing that a request can break."""
 
+import io
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -72,7 +74,12 @@ class _Server(ThreadingHTTPServer):
             self.shutdown_request(request)
             return
         self._open.add(request)
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no threads left: the place is free again
+            self._open.discard(request)
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -91,10 +98,34 @@ class _Server(ThreadingHTTPServer):
         """A client that went away is no event."""
 
 
+class _Patient(io.RawIOBase):
+    """What a client says, until a deadline for all of it: a byte now and then buys no time."""
+
+    def __init__(self, sock: socket.socket, until: float) -> None:
+        self._sock, self._until = sock, until
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        try:
+            return self._sock.recv_into(buffer)
+        finally:
+            self._sock.settimeout(TIMEOUT)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "convtools", ""
     timeout = TIMEOUT
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_Patient(self.connection, time.monotonic() + TIMEOUT))
 
     def do_GET(self) -> None:
         page = self.server.pages.get(self.path)

@@ -201,14 +201,15 @@ typedef struct {
 
 AVX512 static inline u128 lanes_ifma(const __m512i s[8])
 {
-    __m512i four[4], two[2], quarters = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    __m512i four[4], two[2];
     for (int i = 0; i < 4; i++)
         four[i] = _mm512_add_epi64(_mm512_unpacklo_epi64(s[2 * i], s[2 * i + 1]),
                                    _mm512_unpackhi_epi64(s[2 * i], s[2 * i + 1]));
     for (int i = 0; i < 2; i++)
-        two[i] = _mm512_add_epi64(
-            _mm512_permutex2var_epi64(four[2 * i], quarters, four[2 * i + 1]),
-            _mm512_permutex2var_epi64(four[2 * i], _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15), four[2 * i + 1]));
+        two[i] = _mm512_add_epi64(_mm512_permutex2var_epi64(four[2 * i], even, four[2 * i + 1]),
+                                  _mm512_permutex2var_epi64(four[2 * i], odd, four[2 * i + 1]));
     uint64_t sum[8] __attribute__((aligned(64)));
     _mm512_store_si512(sum, _mm512_add_epi64(_mm512_shuffle_i64x2(two[0], two[1], 0x44),
                                              _mm512_shuffle_i64x2(two[0], two[1], 0xee)));
@@ -279,7 +280,8 @@ AVX512 static u128 horner_ifma(const unsigned char *from, uint64_t count)
 
 /* the same for blocks that are copied from `from` to `to` (NULL: they are not); the largest float, without
    its sign and doubled, becomes `most` */
-AVX512 INLINE u128 passed(unsigned char *to, const unsigned char *from, uint64_t count, int size, uint64_t *most)
+AVX512 INLINE u128 passed(unsigned char *to, const unsigned char *from, uint64_t count, int size,
+                          uint64_t *most)
 {
     Beside copying = {NULL, NULL, size, _mm512_setzero_si512()};
     const unsigned char *lies = to ? to : from;
@@ -307,7 +309,8 @@ AVX512 INLINE u128 passed(unsigned char *to, const unsigned char *from, uint64_t
     return sum;
 }
 
-AVX512 static u128 passed_ifma(unsigned char *to, const unsigned char *from, uint64_t count, int size, uint64_t *most)
+AVX512 static u128 passed_ifma(unsigned char *to, const unsigned char *from, uint64_t count, int size,
+                               uint64_t *most)
 {
     switch (size) {
     case 2: return passed(to, from, count, 2, most);
@@ -327,7 +330,9 @@ __attribute__((target("avx2"))) static u128 part_avx2(const unsigned char *from,
 static void whole_blocks(Sum *s, const unsigned char *from, uint64_t block, uint64_t count)
 {
 #ifdef HAVE_AVX2
-    u128 sum = simd == 2 ? horner_ifma(from, count) : simd ? horner_avx2(from, count) : horner_plain(from, count);
+    u128 sum = simd == 2   ? horner_ifma(from, count)
+               : simd == 1 ? horner_avx2(from, count)
+                           : horner_plain(from, count);
 #else
     u128 sum = horner_plain(from, count);
 #endif
@@ -492,9 +497,11 @@ static PyObject *accumulate(PyObject *self, PyObject *args)
    at the destination is summed and searched for NaN and infinity. */
 
 #define STEP 8192
+#define STREAM (1 << 20)
 
 #ifdef HAVE_AVX2
-__attribute__((target("avx2"))) static uint64_t copied_avx2(unsigned char *to, const unsigned char *from, uint64_t nbytes)
+__attribute__((target("avx2"))) static uint64_t copied_avx2(unsigned char *to, const unsigned char *from,
+                                                            uint64_t nbytes)
 {
     uint64_t done = 0;
     for (; done + 128 <= nbytes; done += 128) {
@@ -508,6 +515,22 @@ __attribute__((target("avx2"))) static uint64_t copied_avx2(unsigned char *to, c
         _mm256_storeu_si256((__m256i *)(to + done + 96), d);
     }
     return done;
+}
+
+/* past the caches: for what nobody looks at here, the lines that are overwritten are not read first */
+__attribute__((target("avx2"))) static void streamed_avx2(unsigned char *to, const unsigned char *from,
+                                                          uint64_t nbytes)
+{
+    uint64_t done = -(uintptr_t)to & 63;
+    memcpy(to, from, done);
+    for (; done + 64 <= nbytes; done += 64) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(from + done));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(from + done + 32));
+        _mm256_stream_si256((__m256i *)(to + done), a);
+        _mm256_stream_si256((__m256i *)(to + done + 32), b);
+    }
+    _mm_sfence();
+    memcpy(to + done, from + done, nbytes - done);
 }
 #endif
 
@@ -583,8 +606,8 @@ static PyObject *copy_and_look(PyObject *self, PyObject *args)
         return NULL;
     }
     uint64_t nbytes = (uint64_t)from.len;
-    if (!configured || at >> 62 || (copies && to.len != from.len) || (size != 0 && size != 2 && size != 4 && size != 8) ||
-        (size && nbytes % (uint64_t)size)) {
+    int sized = size == 0 || ((size == 2 || size == 4 || size == 8) && nbytes % (uint64_t)size == 0);
+    if (!configured || at >> 62 || (copies && to.len != from.len) || !sized) {
         PyErr_SetString(PyExc_ValueError, "no two runs of so many floats of that size");
     } else {
         Sum sum = {0};
@@ -593,13 +616,21 @@ static PyObject *copy_and_look(PyObject *self, PyObject *args)
         Py_BEGIN_ALLOW_THREADS
         const unsigned char *source = from.buf;
         unsigned char *lies = copies ? to.buf : from.buf;
-        for (uint64_t done = 0; done < nbytes;) {
+        uint64_t done = 0;
+#ifdef HAVE_AVX2
+        if (simd && copies && !summed && !size && nbytes >= STREAM) {
+            streamed_avx2(lies, source, nbytes);
+            done = nbytes;
+        }
+#endif
+        while (done < nbytes) {
             uint64_t within = (at + done) & (BLOCK - 1), n = STEP - within;
 #ifdef HAVE_AVX2
             if (simd == 2 && summed && !within && nbytes - done >= BLOCK && (!size || !(at % (uint64_t)size))) {
                 uint64_t count = (nbytes - done) / BLOCK, most = 0;
                 u128 value = passed_ifma(copies ? lies + done : NULL, source + done, count, size, &most);
-                sum.total = folded(sum.total + product(value, power_at(&sum, (at + done) / BLOCK + count - 1)));
+                u128 last = power_at(&sum, (at + done) / BLOCK + count - 1);
+                sum.total = folded(sum.total + product(value, last));
                 finite &= !size || most < 2 * infinity;
                 done += count * BLOCK;
                 continue;
@@ -808,7 +839,8 @@ static PyObject *configure(PyObject *self, PyObject *args)
 #ifdef HAVE_AVX2
         __builtin_cpu_init();
         best = __builtin_cpu_supports("avx2") != 0;
-        if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512ifma"))
+        if (best && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512ifma"))
             best = 2;
         simd = best;
         INVERSE_SQUARED = product(INVERSE, INVERSE);
@@ -832,8 +864,9 @@ static PyMethodDef methods[] = {
     {"accumulate", accumulate, METH_VARARGS,
      "accumulate(data, start, at, loops, run) -> the partial sum as 16 little-endian bytes"},
     {"copy_and_look", copy_and_look, METH_VARARGS,
-     "copy_and_look(to, from, at, summed, size, infinity) -> (the partial sum as 16 little-endian bytes, whether "
-     "all floats of `size` bytes are finite; 0: not looked at) of what lies at `to`, or of `from` where it is None"},
+     "copy_and_look(to, from, at, summed, size, infinity) -> (the partial sum as 16 little-endian bytes, "
+     "whether all floats of `size` bytes are finite; 0: not looked at) of what lies at `to`, or of `from` "
+     "where it is None"},
     {"configure", configure, METH_VARARGS, "configure(constants): once, before anything else"},
     {"same_files", same_files, METH_VARARGS,
      "same_files(fd, offset, parts, a, b) -> whether all parts are the same; None: not to be told this way"},

@@ -35,8 +35,8 @@ def copy_and_look(
 ) -> bool:
     """Copy `data` to `to`, add what lies there then to `value`, tell whether it is all finite.
 
-    The bytes lie at byte `offset` of their tensor. Without `to`, `data` is looked at where it lies. Raises
-    ValueError where the two are not of one length, or hold no whole floats.
+    The bytes lie at byte `offset` of their tensor. Without `to`, `data` is looked at where it lies; the two
+    do not overlap. Raises ValueError where they are not of one length, or hold no whole floats.
 
     >>> made, to = Fingerprint(), bytearray(4)
     >>> copy_and_look(to, bytes(4), 0, made, Floats(2, 0x7C00)), made.value

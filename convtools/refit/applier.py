@@ -22,6 +22,7 @@ Copy = Callable[["Bytes", "Bytes"], None]
 """How bytes get to a destination: (to, from)."""
 
 SHADOW, UNDO, QUARANTINE = "shadow", "undo", "quarantine"
+_STEP = 1 << 18
 
 
 class Applier(Protocol):
@@ -111,6 +112,8 @@ class ShadowApplier(_OverWeights):
         super().__init__(weights)
         self._shadows: dict[str, Bytes] = {}
         self._before: dict[str, Bytes] | None = None
+        self._exchanged: list[tuple[Bytes, Bytes]] = []
+        self._torn = False
 
     def undo_bytes(self) -> int:
         """A second model, kept for life."""
@@ -125,7 +128,7 @@ class ShadowApplier(_OverWeights):
         """Make the copies' memory, the first time."""
         import numpy as np
 
-        self._before = None
+        self._before, self._exchanged, self._torn = None, [], False
         for name in {self._own(t.name) for t in plan.tensors}:
             if name not in self._shadows:
                 self._shadows[name] = np.zeros(self._weights.tensors()[name].nbytes, "u1")
@@ -145,28 +148,40 @@ class ShadowApplier(_OverWeights):
             self._shadows = before
             return
         # The tensors' addresses stay: their bytes change places with the copies'.
-        self._before = {}
         for name, live in before.items():
-            self._before[name] = live
-            _exchange(live, self._shadows[name])
+            self._exchange(live, self._shadows[name])
+
+    def _exchange(self, live: "Bytes", shadow: "Bytes") -> None:
+        """Two buffers change contents, a cache's worth at a time; what was done can be taken back."""
+        for at in range(0, len(live), _STEP):
+            a, b = live[at : at + _STEP], shadow[at : at + _STEP]
+            kept = a.copy()
+            self._torn = True
+            a[:], b[:] = b, kept
+            self._exchanged.append((live[: at + _STEP], shadow[: at + _STEP]))
+            if at:
+                del self._exchanged[-2]
+            self._torn = False
 
     def finish(self) -> None:
         """Nothing to give back: the copies are for the next push."""
-        self._before = None
+        self._before, self._exchanged = None, []
 
     def abort(self) -> bool:
-        """Before the swap nothing was touched; after it, swap back."""
+        """Before the swap nothing was touched; after it, or in it, back by as much as was swapped."""
         before, self._before = self._before, None
-        if before is None:
-            return True
-        if isinstance(self._weights, SwappedWeights):
+        if before is not None and isinstance(self._weights, SwappedWeights):
             now = {name: self._weights.buffer(name) for name in before}
             if any(now[name] is not before[name] for name in before):
                 self._weights.adopt(before)
                 self._shadows = now
-            return True
-        for name, live in before.items():
-            _exchange(live, self._shadows[name])
+            return not self._weights.mixed
+        done, self._exchanged = self._exchanged, []
+        if self._torn:  # interrupted between three copies: the bytes of one run are neither here nor there
+            return False
+        for live, shadow in done:
+            self._exchange(live, shadow)
+        self._exchanged = []
         return True
 
     def pending(self, tensor: Tensor) -> "Bytes | None":
@@ -251,11 +266,3 @@ def _put(to: "Bytes", data: "Bytes", copy: Copy | None) -> None:
         to[:] = data
     else:
         copy(to, data)
-
-
-def _exchange(a: "Bytes", b: "Bytes", step: int = 1 << 18) -> None:
-    """Two buffers change contents, a cache's worth at a time."""
-    for at in range(0, len(a), step):
-        kept = a[at : at + step].copy()
-        a[at : at + step] = b[at : at + step]
-        b[at : at + step] = kept

@@ -10,7 +10,20 @@ from convtools.refit.errors import RefitError
 from convtools.refit.link import Link
 from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan
-from convtools.refit.protocol import Abort, Bucket, Commit, InFlight, Open, PartRow, Prepare, wire_text
+from convtools.refit.protocol import (
+    ABORT,
+    DRAIN,
+    KEEP,
+    MAX_SECONDS,
+    Abort,
+    Bucket,
+    Commit,
+    InFlight,
+    Open,
+    PartRow,
+    Prepare,
+    wire_text,
+)  # fmt: skip
 from convtools.refit.sinks.base import Sink
 from convtools.refit.trace import Trace
 
@@ -32,12 +45,19 @@ class Fleet:
         checksums: bool = True,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Raises UsageError for two sinks of one name."""
+        """Raises UsageError for two sinks of one name, and for what no engine would take."""
+        for name, seconds in (("timeout", timeout), ("lease", lease)):
+            if not 0 < seconds <= MAX_SECONDS:
+                raise UsageError(f"a {name} of {seconds!r} s", expected=f"above 0, at most {MAX_SECONDS}")
+        if in_flight not in (DRAIN, ABORT, KEEP):
+            raise UsageError("no such policy", expected="drain, abort or keep", found=repr(in_flight))
         self.links: list[Link] = []
         self.plan, self.ring, self.timeout = plan, ring, timeout
         self._lease, self._in_flight, self._flush, self._checksums = lease, in_flight, flush, checksums
         self._trace, self._progress = trace, progress
         self._attempt = b""
+        self.took_part: list[Link] = []
+        """In the last commit."""
         for sink in sinks:
             self.join(sink)
 
@@ -65,7 +85,7 @@ class Fleet:
         self, version: int, *, force: bool, fingerprints: bool, only: Sequence[Link] | None = None
     ) -> None:
         """Begin an attempt everywhere. Raises RefitError."""
-        links = self.links if only is None else only
+        links = self.links[:] if only is None else only
         for link in links:
             link.refresh(self.plan, self.ring, self.timeout, force)
         self._attempt = secrets.token_bytes(16)
@@ -111,7 +131,7 @@ class Fleet:
 
     def prepare(self, fingerprints: list[bytes]) -> None:
         """Everywhere. Raises RefitError at the first sink that has not all, or not the same."""
-        for link in self.links:
+        for link in self.links[:]:
             if link.is_open:
                 with self._trace.timed("prepare", link.name):
                     link.prepare(Prepare(link.token, self._attempt, fingerprints), self.timeout)
@@ -122,7 +142,8 @@ class Fleet:
         Raises RefitError, with the state of each sink.
         """
         failed: list[str] = []
-        for link in [link for link in self.links if link.is_open]:
+        self.took_part = [link for link in self.links if link.is_open]
+        for link in self.took_part:
             try:
                 with self._trace.timed("commit", link.name):
                     link.commit(Commit(link.token, self._attempt), version, self.timeout)
@@ -138,7 +159,7 @@ class Fleet:
 
     def abort(self, why: object) -> None:
         """Everywhere."""
-        for link in self.links:
+        for link in self.links[:]:
             if link.is_open:
                 link.abort(Abort(link.token, self._attempt, wire_text(why, 1000)), self.timeout)
 

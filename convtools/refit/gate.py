@@ -46,21 +46,19 @@ class Gate:
         try:
             if usher is not None:
                 usher()
+            with self._changed:
+                while self._inside:
+                    if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
+                        raise RefitError(
+                            "requests were still being answered",
+                            found=f"{self._inside} after {timeout:g} s",
+                            fix="drain or abort them before the push, or allow more time",
+                        )
         except BaseException:
             with self._changed:
                 self._closed = was
                 self._changed.notify_all()
             raise
-        with self._changed:
-            while self._inside:
-                if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
-                    self._closed = was
-                    self._changed.notify_all()
-                    raise RefitError(
-                        "requests were still being answered",
-                        found=f"{self._inside} after {timeout:g} s",
-                        fix="drain or abort them before the push, or allow more time",
-                    )
 
     def shut(self) -> None:
         """Let nobody in; who is inside stays."""

@@ -12,6 +12,7 @@ _FLOATS = {
     "F16": Floats(2, 0x7C00),
     "F32": Floats(4, 0x7F800000),
     "F64": Floats(8, 0x7FF0000000000000),
+    "C64": Floats(4, 0x7F800000),
 }
 
 

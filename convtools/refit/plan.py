@@ -22,6 +22,8 @@ ALIGN = 256
 """Every part begins at a multiple of it."""
 MAX_NBYTES = 1 << 50
 MAX_BUCKETS = 1 << 20
+MAX_PARTS = 1 << 17
+"""Of one bucket."""
 
 
 class Tensor(NamedTuple):
@@ -100,7 +102,7 @@ def make_plan(tensors: Iterable[Tensor], bucket_bytes: int) -> RefitPlan:
     at = 0
     for i, tensor in enumerate(listed):
         for part in _parts(i, tensor, bucket_bytes, at):
-            if part.offset == 0 and parts:
+            if (part.offset == 0 and parts) or len(parts) == MAX_PARTS:
                 buckets.append(_bucket(parts))
                 parts = []
             parts.append(part)

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from convtools.refit.errors import FrameError
+from convtools.refit.plan import MAX_PARTS
 
 InFlight = Literal["drain", "abort", "keep"]
 DRAIN: InFlight = "drain"
@@ -34,8 +35,8 @@ CLEAN, UPDATING, POISONED = "clean", "updating", "poisoned"
 
 PROTOCOL = 1
 MAX_TENSORS = 1 << 20
-MAX_PARTS = 1 << 17
-"""Parts of one bucket."""
+MAX_SECONDS = 86400
+"""Of a lease."""
 FINGERPRINT_NBYTES = 16
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -44,6 +45,9 @@ Token = Annotated[int, Meta(ge=1, le=1 << 62)]
 Attempt = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Fingerprints = Annotated[list[Annotated[bytes, Meta(min_length=16, max_length=16)]], Meta(max_length=1 << 20)]
 Text = Annotated[str, Meta(max_length=1 << 16)]
+Word = Annotated[str, Meta(max_length=64)]
+State = Annotated[str, Meta(pattern="^(clean|updating|poisoned)$")]
+Version = Annotated[int, Meta(ge=-1, le=1 << 62)]
 
 
 class TensorRow(Struct, array_like=True, frozen=True):
@@ -83,13 +87,13 @@ class Agreed(_Message, frozen=True):
     """The engine takes exactly that, and where it stands; `policies`: what requests in flight may do."""
 
     digest: bytes
-    state: str
-    version: int
-    token: int
-    incarnation: str
-    mode: str
-    undo_bytes: int
-    policies: Annotated[list[str], Meta(max_length=16)] = []
+    state: State
+    version: Version
+    token: Count
+    incarnation: Word
+    mode: Word
+    undo_bytes: Count
+    policies: Annotated[list[Word], Meta(max_length=16)] = []
 
 
 class Open(_Message, frozen=True):
@@ -100,7 +104,7 @@ class Open(_Message, frozen=True):
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     token: Token
     attempt: Attempt
-    lease: Annotated[float, Meta(gt=0, le=86400)]
+    lease: Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
     force: bool = False
     fingerprints: bool = True
     """Whether Prepare will bring them."""
@@ -178,8 +182,8 @@ class Aborted(_Message, frozen=True):
     """It was given up, and what the engine holds now."""
 
     token: int
-    state: str
-    version: int
+    state: State
+    version: Version
 
 
 class Ask(_Message, frozen=True):
@@ -198,9 +202,9 @@ class WeakRow(Struct, array_like=True, frozen=True):
 class Told(_Message, frozen=True):
     """An answer to Ask; `fingerprints` in the order of the plan."""
 
-    state: str
-    version: int
-    token: int
+    state: State
+    version: Version
+    token: Count
     fingerprints: Fingerprints = []
     weaker: Annotated[list[WeakRow], Meta(max_length=MAX_TENSORS)] = []
 
@@ -226,17 +230,18 @@ class List(_Message, frozen=True):
 
 
 class Listed(_Message, frozen=True):
-    """All of them, those included that share their memory with another."""
+    """All of them, those included that share their memory with another; `origin`: started from there."""
 
     tensors: Annotated[list[TensorRow], Meta(max_length=MAX_TENSORS)]
+    origin: Text = ""
 
 
 class Refused(_Message, frozen=True):
     """No, because of this; and what the engine holds now."""
 
     reason: Text
-    state: str
-    version: int
+    state: State
+    version: Version
 
 
 Question = Agree | Open | Bucket | Prepare | Commit | Abort | Ask | Digest | List

@@ -57,9 +57,9 @@ def digests_of(plan: RefitPlan, applier: Applier, message: Digest) -> Digests:
     )
 
 
-def list_of(applier: Applier) -> Listed:
+def list_of(applier: Applier, origin: str) -> Listed:
     """The tensors that an engine takes. Raises RefitError where it takes whatever comes."""
     tensors: Callable[[], Mapping[str, Tensor]] | None = getattr(applier, "tensors", None)
     if tensors is None:
         raise RefitError("this engine cannot list its tensors")
-    return Listed([TensorRow(t.name, t.dtype, t.shape) for t in tensors().values()])
+    return Listed([TensorRow(t.name, t.dtype, t.shape) for t in tensors().values()], origin)

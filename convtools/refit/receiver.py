@@ -16,41 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from convtools.errors import ConvtoolsError
+from convtools.refit import protocol as say
 from convtools.refit.applier import Applier
 from convtools.refit.bucket import Slots
 from convtools.refit.coverage import Coverage
 from convtools.refit.errors import NotServing, RefitError
 from convtools.refit.gate import Gate
 from convtools.refit.plan import RefitPlan, Tensor, make_plan, make_windows
-from convtools.refit.protocol import (
-    ABORT,
-    CLEAN,
-    DRAIN,
-    KEEP,
-    POISONED,
-    PROTOCOL,
-    UPDATING,
-    Abort,
-    Aborted,
-    Agree,
-    Agreed,
-    Answer,
-    Ask,
-    Bucket,
-    Commit,
-    Committed,
-    Consumed,
-    Digest,
-    List,
-    Open,
-    Opened,
-    Prepare,
-    Prepared,
-    Question,
-    Refused,
-    Told,
-    wire_text,
-)  # fmt: skip
+from convtools.refit.protocol import ABORT, CLEAN, DRAIN, KEEP, POISONED, PROTOCOL, UPDATING, wire_text
 from convtools.refit.readback import digests_of, fingerprints_of, list_of
 from convtools.refit.transaction import Transaction, check_open
 
@@ -83,11 +56,15 @@ class Receiver:
         self._applier, self._flush, self._drain, self._clock = applier, flush, drain, clock
         self._in_flight, self._received = in_flight, dict[str, bytes]()
         self._state, self._version, self._token = state, version, 0
+        if state != CLEAN:
+            self.gate.shut()  # a push that begins changes the state, but does not let anybody in
         self._transaction: Transaction | None = None
         self._agreed: dict[object, RefitPlan] = {}
         self._lock = threading.RLock()
         self.reason = ""
         """Why the last transaction was given up."""
+        self.origin = ""
+        """The checkpoint that the engine was started from, where it says so."""
 
     @property
     def state(self) -> str:
@@ -115,7 +92,7 @@ class Receiver:
                 raise NotServing("the engine may hold a mix of two versions", fix="push all weights again")
             yield self._version
 
-    def handle(self, message: Question, owner: object, ring: Slots | None) -> Answer:
+    def handle(self, message: say.Question, owner: object, ring: Slots | None) -> say.Answer:
         """Answer a question of connection `owner`, whose buckets lie in `ring`; raises nothing but bugs.
 
         A fault of the one who has the open transaction ends it; anyone else's touches nothing.
@@ -138,9 +115,9 @@ class Receiver:
                 self._abort("the engine was interrupted")
                 raise
 
-    def refusal(self, reason: str) -> Refused:
+    def refusal(self, reason: str) -> say.Refused:
         """A refusal, and what the engine holds."""
-        return Refused(wire_text(reason), self._state, self._version)
+        return say.Refused(wire_text(reason), self._state, self._version)
 
     def expire(self) -> None:
         """Give up a transaction whose lease is over. To be called now and then."""
@@ -156,40 +133,42 @@ class Receiver:
             if self._transaction is not None and self._transaction.owner is owner:
                 self._abort("the trainer's connection ended")
 
-    def _handle(self, message: Question, owner: object, ring: Slots | None) -> Answer:
+    def _handle(self, message: say.Question, owner: object, ring: Slots | None) -> say.Answer:
         match message:
-            case Agree():
+            case say.Agree():
                 return self._agree(message, owner)
-            case Open():
+            case say.Open():
                 return self._open(message, owner)
-            case Ask():
+            case say.Ask():
                 return self._ask(message, owner)
-            case Digest():
+            case say.Digest():
                 return digests_of(self._planned(owner), self._applier, message)
-            case List():
-                return list_of(self._applier)
+            case say.List():
+                return list_of(self._applier, self.origin)
         current = self._current(message, owner)
         match message:
-            case Bucket():
+            case say.Bucket():
                 return self._bucket(current, message, ring)
-            case Prepare():
+            case say.Prepare():
                 return self._prepare(current, message)
-            case Commit():
+            case say.Commit():
                 return self._commit(current)
-            case Abort():
+            case say.Abort():
                 self._abort(f"the trainer gave it up: {message.reason}")
-                return Aborted(message.token, self._state, self._version)
+                return say.Aborted(message.token, self._state, self._version)
 
-    def _is_current(self, message: Question, owner: object) -> bool:
+    def _is_current(self, message: say.Question, owner: object) -> bool:
         now = self._transaction
         return (
             now is not None
             and now.owner is owner
-            and isinstance(message, Bucket | Prepare | Commit | Abort)
+            and isinstance(message, say.Bucket | say.Prepare | say.Commit | say.Abort)
             and (message.token, message.attempt) == (now.token, now.attempt)
         )
 
-    def _current(self, message: Bucket | Prepare | Commit | Abort, owner: object) -> Transaction:
+    def _current(
+        self, message: say.Bucket | say.Prepare | say.Commit | say.Abort, owner: object
+    ) -> Transaction:
         now = self._transaction
         if now is None or not self._is_current(message, owner):
             raise RefitError(
@@ -200,7 +179,7 @@ class Receiver:
             )
         return now
 
-    def _agree(self, message: Agree, owner: object) -> Agreed:
+    def _agree(self, message: say.Agree, owner: object) -> say.Agreed:
         if message.protocol != PROTOCOL:
             raise RefitError("another protocol", expected=PROTOCOL, found=message.protocol)
         rows = [Tensor(t.name, t.dtype, t.shape) for t in message.tensors]
@@ -211,12 +190,12 @@ class Receiver:
         if self._transaction is not None and self._transaction.owner is owner:
             self._abort("the trainer began anew")
         self._agreed[owner] = plan
-        return Agreed(
+        return say.Agreed(
             plan.digest, self._state, self._version, self._token, self.incarnation,
             self._applier.mode, self._applier.undo_bytes(), list(self.policies),
         )  # fmt: skip
 
-    def _open(self, message: Open, owner: object) -> Opened:
+    def _open(self, message: say.Open, owner: object) -> say.Opened:
         plan = self._agreed.get(owner)
         if plan is None or plan.digest != message.digest:
             raise RefitError("Open of a plan that was not agreed on")
@@ -238,28 +217,28 @@ class Receiver:
         except BaseException as error:
             self._abort(f"it could not begin: {error}")
             raise
-        return Opened(message.token)
+        return say.Opened(message.token)
 
-    def _bucket(self, now: Transaction, message: Bucket, ring: Slots | None) -> Consumed:
+    def _bucket(self, now: Transaction, message: say.Bucket, ring: Slots | None) -> say.Consumed:
         began = time.perf_counter()
         if ring is None or now.prepared:
             raise RefitError(f"bucket {message.index} is out of turn")
         now.consume(message, ring.slot(message.slot, message.nbytes), self._applier, self._aliases())
-        return Consumed(message.token, message.index, time.perf_counter() - began)
+        return say.Consumed(message.token, message.index, time.perf_counter() - began)
 
-    def _prepare(self, now: Transaction, message: Prepare) -> Prepared:
+    def _prepare(self, now: Transaction, message: say.Prepare) -> say.Prepared:
         now.check_whole(message.fingerprints, self._aliases())
         load: Callable[[], None] | None = getattr(self._applier, "prepare", None)
         if load is not None:
             load()
         now.prepared = True
-        return Prepared(message.token)
+        return say.Prepared(message.token)
 
     def _aliases(self) -> Mapping[str, str]:
         found: Mapping[str, str] = getattr(self._applier, "aliases", dict)()
         return found
 
-    def _commit(self, now: Transaction) -> Committed:
+    def _commit(self, now: Transaction) -> say.Committed:
         if not now.prepared:
             raise RefitError("Commit before Prepare")
         self._close_gate(now.in_flight)
@@ -269,9 +248,11 @@ class Receiver:
             self._flush()
         self._version, self._state, self._transaction, self.reason = now.version, CLEAN, None, ""
         self._received = now.received()
-        self._applier.finish()
-        self.gate.open()
-        return Committed(now.token, self._version, flushes)
+        try:
+            self._applier.finish()
+        finally:
+            self.gate.open()
+        return say.Committed(now.token, self._version, flushes)
 
     def _close_gate(self, policy: str) -> None:
         """Let nobody in; those inside do what the trainer chose for them."""
@@ -290,14 +271,16 @@ class Receiver:
             self.reason += f"; and it could not go back: {type(error).__name__}: {error}"
         finally:
             self._state = now.before if restored else POISONED
+            if not restored:
+                self._received = {}  # nobody knows what it holds now
         if self._state == CLEAN:
             self.gate.open()
         else:
             self.gate.shut()
 
-    def _ask(self, message: Ask, owner: object) -> Told:
+    def _ask(self, message: say.Ask, owner: object) -> say.Told:
         if message.fingerprints == "none":
-            return Told(self._state, self._version, self._token)
+            return say.Told(self._state, self._version, self._token)
         plan, now = self._planned(owner), self._transaction
         if message.fingerprints == "pending":
             if now is None or now.owner is not owner or not now.prepared:
@@ -306,7 +289,7 @@ class Receiver:
         else:
             read, received = self._applier.serves, self._received
         found, weaker = fingerprints_of(plan, self._applier, read, received)
-        return Told(self._state, self._version, self._token, found, weaker)
+        return say.Told(self._state, self._version, self._token, found, weaker)
 
     def _planned(self, owner: object) -> RefitPlan:
         plan = self._agreed.get(owner)

@@ -36,9 +36,9 @@ class PushReport:
     staging_bytes: int
     seconds: float
     gather_seconds: float
-    """Reading the source into buckets."""
+    """Gathering what does not lie in memory as it is sent: files, Megatron's shards, tensors on a GPU."""
     pack_seconds: float
-    """Fingerprints, checksums, the search for NaN."""
+    """Copies, fingerprints, checksums and the search for NaN, in one pass."""
     wait_seconds: float
     """For sinks to consume, until there was a free bucket and at the end."""
     commit_seconds: float

@@ -11,7 +11,7 @@ from convtools.refit.plan import ALIGN, Tensor, make_plan
 from convtools.refit.protocol import Answer, Ask, List, Listed, Question, Refused, Told
 from convtools.refit.sinks.base import Sink
 
-_BUCKET = 1 << 20
+_BUCKET, _LARGEST = 1 << 20, 64 << 20
 _MOST_BUCKETS = 1 << 19
 
 
@@ -28,6 +28,13 @@ class Served:
     """One a tensor; none where they were not asked for."""
     weaker: dict[str, str]
     """Tensor -> why its fingerprint is that of the bytes as they came, and not of the engine's own."""
+
+
+def origin(sink: Sink, timeout: float) -> str | None:
+    """The checkpoint that an engine says it was started from; None where it does not. Raises RefitError."""
+    inquire: Callable[[Question, float], Answer] | None = getattr(sink, "inquire", None)
+    answer = inquire(List(), timeout) if inquire is not None else None
+    return answer.origin or None if isinstance(answer, Listed) and answer.origin.isprintable() else None
 
 
 def held(sink: Sink, timeout: float) -> tuple[Tensor, ...] | None:
@@ -86,6 +93,6 @@ def served(sink: Sink, tensors: Sequence[Tensor], timeout: float, *, fingerprint
 
 
 def _bucket_bytes(tensors: Sequence[Tensor]) -> int:
-    """Small: nothing is sent; but not so small that a large model has too many."""
+    """Small, for nothing is sent, but enough for a large model; an engine may list anything."""
     least = sum(t.nbytes for t in tensors) // _MOST_BUCKETS
-    return max(_BUCKET, -(-least // ALIGN) * ALIGN)
+    return min(max(_BUCKET, -(-least // ALIGN) * ALIGN), _LARGEST)

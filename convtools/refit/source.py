@@ -119,7 +119,7 @@ class LiveSource:
         flat = flat_bytes(name, tensor)
         if flat is None:
             if hasattr(tensor, "data_ptr"):
-                flat = flat_bytes(name, tensor.detach().contiguous().cpu())
+                flat = flat_bytes(name, tensor.detach().resolve_conj().resolve_neg().contiguous().cpu())
             else:
                 flat = flat_bytes(name, tensor.copy(order="C"))
         self._last = (name, flat)

@@ -4,9 +4,10 @@ All sinks prepare before any commits, and any failure before that is an abort ev
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,6 +22,7 @@ from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan, make_plan
 from convtools.refit.protocol import DRAIN, POISONED, InFlight
 from convtools.refit.ranks.source import RankedSource
+from convtools.refit.reading import Reading
 from convtools.refit.report import CheckReport, PushReport, SinkReport, VerifyReport, differing
 from convtools.refit.selftest import SelfTest
 from convtools.refit.sinks.base import Sink
@@ -94,12 +96,16 @@ class WeightSync:
             self._before_read, said = None, progress
             progress = partial(self._ranks.progress, said)
         self._ring = Ring(bucket_bytes, slots) if self._arena is None else self._arena
-        self._trace = Trace(trace)
-        self._fleet = Fleet(
-            listed if self._source.leads else (), self.plan, self._ring, timeout=timeout, lease=lease,
-            in_flight=in_flight, flush=flush, trace=self._trace, progress=progress, checksums=checksums,
-        )  # fmt: skip
-        self._busy = False
+        with ExitStack() as made:
+            made.callback(nullcontext if self._arena is not None else self._ring.close)
+            self._trace = Trace(trace)
+            made.callback(self._trace.close)
+            self._fleet = Fleet(
+                listed if self._source.leads else (), self.plan, self._ring, timeout=timeout, lease=lease,
+                in_flight=in_flight, flush=flush, trace=self._trace, progress=progress, checksums=checksums,
+            )  # fmt: skip
+            made.pop_all()
+        self._busy, self._closed = threading.Lock(), False
         self._last: list[bytes] = []
 
     @property
@@ -134,9 +140,21 @@ class WeightSync:
         found: _Report = self._ranks.together(what, args, run)
         return found
 
+    def _reading(
+        self, inside: PushSource | None = None, *, finite: bool = True, fingerprints: bool = False
+    ) -> Reading:
+        """Of the source, or of another one `inside` of such a pass."""
+        if self._closed or not self._links:
+            raise UsageError("it is closed" if self._closed else "a push needs a sink at least")
+        return Reading(
+            inside or self._source, self.plan, None if inside else self._busy, self._before_read,
+            finite=finite and self._finite, fingerprints=fingerprints or self._fingerprints,
+            checksums=self._checksums,
+        )  # fmt: skip
+
     def _push(self, version: int, force: bool) -> PushReport:
         began = time.perf_counter()
-        with _Reading(self, self._source) as packer, self._trace.timed("push", "push", version=version):
+        with self._reading() as packer, self._trace.timed("push", "push", version=version):
             try:
                 self._fleet.open(version, force=force, fingerprints=self._fingerprints)
                 self._fleet.stream(packer)
@@ -147,7 +165,13 @@ class WeightSync:
                 if isinstance(error, ConvtoolsError):
                     raise self._refused(version, error) from error
                 raise
-            self._fleet.commit(version)
+            try:
+                self._fleet.commit(version)
+            except BaseException as error:
+                self._fleet.abort(error)  # where an interrupt left one prepared
+                if isinstance(error, RefitError) and self._base is not None:
+                    raise self._refused(None, error) from error
+                raise
             changed = len(differing(self.plan.tensors, self._last, values)) if self._last and values else None
             self._last = values
             return self._report(version, packer, time.perf_counter() - began, prepared, changed)
@@ -157,7 +181,7 @@ class WeightSync:
         return self._together("verify", (), self._verify)
 
     def _verify(self) -> VerifyReport:
-        with _Reading(self, self._source, fingerprints=True) as packer:
+        with self._reading(fingerprints=True) as packer:
             wanted = self._values(packer)
             differ: dict[str, tuple[str, ...]] = {}
             unreadable: dict[str, str] = {}
@@ -169,7 +193,9 @@ class WeightSync:
                 except RefitError as error:
                     unreadable[link.name] = error.what
                     continue
-                if names := differing(self.plan.tensors, wanted, told.fingerprints):
+                if link.state == POISONED:
+                    unreadable[link.name] = "it may hold a mix of two versions, and serves nothing"
+                elif names := differing(self.plan.tensors, wanted, told.fingerprints):
                     differ[link.name] = names
                 if told.weaker:
                     weaker[link.name] = {self.plan.tensors[row.tensor].name: row.why for row in told.weaker}
@@ -186,10 +212,10 @@ class WeightSync:
 
     def _check(self, version: int | None) -> CheckReport:
         with self._packed():
+            reading = self._reading(finite=False, fingerprints=True)
             for link in self._links:
                 link.refresh(self.plan, self._ring, self._timeout, False)
             at = max(link.version for link in self._links) if version is None else version
-            reading = _Reading(self, self._source, finite=False, fingerprints=True)
             return SelfTest(self._fleet, self.push, lambda: reading).run(at)
 
     @contextmanager
@@ -216,6 +242,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Hang up everywhere, and give the staging memory back."""
+        self._closed = True
         self._fleet.close()
         if self._arena is None:
             self._ring.close()
@@ -236,26 +263,26 @@ class WeightSync:
         off["flush"] = self._flush
         return PushReport(
             version, len(self.plan.tensors), len(self.plan.buckets), self.plan.nbytes,
-            self._ring.staging_bytes, seconds, packer.gather_seconds, packer.pack_seconds, packer.wait_seconds,
-            time.perf_counter() - prepared,
+            self._ring.staging_bytes, seconds, packer.gather_seconds, packer.pack_seconds,
+            packer.wait_seconds, time.perf_counter() - prepared,
             tuple(
                 SinkReport(
                     link.name, link.state, link.version, link.mode, link.undo_bytes, link.consume_seconds,
                     link.flushed,
                 )
-                for link in self._links
+                for link in self._fleet.took_part
             ),
             (*(name for name, on in off.items() if not on), *getattr(self._source, "unchecked", ())), changed,
         )  # fmt: skip
 
-    def _refused(self, version: int, error: ConvtoolsError) -> RefitError:
+    def _refused(self, version: int | None, error: ConvtoolsError) -> RefitError:
         """The same, with the state of each sink, after what can be healed was."""
         poisoned = self._base is not None and any(link.state == POISONED for link in self._links)
         with self._packed() if poisoned else nullcontext():
             healed = self._heal()
         found = "; ".join(str(part) for part in (error.found, healed) if part)
         return RefitError(
-            f"version {version} was not pushed: {error.what}",
+            error.what if version is None else f"version {version} was not pushed: {error.what}",
             where=error.where, expected=error.expected,
             found=f"{found}; now {self._fleet.states()}" if found else self._fleet.states(),
             fix=error.fix,
@@ -270,7 +297,7 @@ class WeightSync:
                 source = open_push_source(self._base(link.version))
                 if make_plan(source.tensors(), self.plan.bucket_bytes).digest != self.plan.digest:
                     raise UsageError("the base version has other tensors than the source")
-                with _Reading(self, source, nested=True) as packer:
+                with self._reading(source, fingerprints=self._fingerprints) as packer:
                     try:
                         self._fleet.open(
                             link.version, force=False, fingerprints=self._fingerprints, only=[link]
@@ -289,43 +316,3 @@ class WeightSync:
         for index, bucket in enumerate(self.plan.buckets):
             packer.pack(index, bucket, self._ring.slot(index % self._ring.slots, bucket.nbytes))
         return packer.values()
-
-
-class _Reading:
-    """A source, open for one pass."""
-
-    def __init__(
-        self,
-        sync: WeightSync,
-        source: PushSource,
-        *,
-        finite: bool | None = None,
-        fingerprints: bool | None = None,
-        nested: bool = False,
-    ) -> None:
-        self._sync, self._source, self._nested = sync, source, nested
-        self._finite = sync._finite if finite is None else finite
-        self._fingerprints = sync._fingerprints if fingerprints is None else fingerprints
-
-    def __enter__(self) -> Packer:
-        sync = self._sync
-        if not self._nested:
-            if sync._busy:
-                raise UsageError("a push is under way", fix="one thread holds a WeightSync")
-            if sync._before_read is not None:
-                sync._before_read()
-            sync._busy = True
-        try:
-            self._source.begin()
-        except BaseException:
-            self.__exit__()
-            raise
-        return Packer(
-            self._source, sync.plan, finite=self._finite, fingerprints=self._fingerprints,
-            checksums=sync._checksums,
-        )  # fmt: skip
-
-    def __exit__(self, *_: object) -> None:
-        if not self._nested:
-            self._sync._busy = False
-        self._source.end()

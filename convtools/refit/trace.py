@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import IO, Any, Self
 
-from convtools.errors import UsageError
+from convtools.errors import StorageError, UsageError
 
 
 class Trace:
@@ -15,6 +15,7 @@ class Trace:
     def __init__(self, path: "str | os.PathLike[str] | None") -> None:
         """None writes nothing. Raises UsageError where the file cannot be made, or is already there."""
         self._file: IO[str] | None = None
+        self._failed, self._path = "", "" if path is None else os.fspath(path)
         self._lanes: dict[str, int] = {}
         if path is None:
             return
@@ -42,18 +43,26 @@ class Trace:
         return _Span(self, name, lane, args)
 
     def _write(self, event: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(event) + ",\n")
+        if self._file is not None and not self._failed:
+            try:
+                self._file.write(json.dumps(event) + ",\n")
+            except OSError as error:  # a push must not fail of its trace, and least of all between commits
+                self._failed = str(error.strerror)
 
     def close(self) -> None:
-        """End the array."""
+        """End the array. Raises StorageError where not all of it could be written."""
         file, self._file = self._file, None
-        if file is not None:
+        if file is None:
+            return
+        try:
             with file:
-                file.write(
-                    json.dumps({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "refit"}})
-                )
-                file.write("\n]\n")
+                if not self._failed:
+                    last = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "refit"}}
+                    file.write(json.dumps(last) + "\n]\n")
+        except OSError as error:
+            self._failed = self._failed or str(error.strerror)
+        if self._failed:
+            raise StorageError(f"the trace is not whole: {self._failed}", where=self._path)
 
 
 class _Span:

@@ -33,7 +33,7 @@ class TensorWeights:
     """Named torch tensors or numpy arrays in the memory of the CPU; their addresses never change."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
-        """Raises UsageError, naming the tensor, for what is not contiguous, or no tensor."""
+        """Raises UsageError, naming the tensor, for what is not contiguous, or no tensor, or overlaps."""
         self._bytes = {name: writable_bytes(name, tensor) for name, tensor in named.items()}
         self._tensors = {name: described(name, tensor) for name, tensor in named.items()}
         first: dict[tuple[int, int], str] = {}
@@ -44,6 +44,7 @@ class TensorWeights:
             of = first.setdefault((data.__array_interface__["data"][0], data.size), name)
             if of != name:
                 self._aliases[name] = of
+        _check_apart(first)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All of them, aliases included."""
@@ -72,10 +73,13 @@ class SwappedWeights(TensorWeights):
     def __init__(self, named: Mapping[str, Any], point: "Callable[[str, Bytes], None]") -> None:
         super().__init__(named)
         self._point = point
+        self.mixed = False
+        """Whether pointing failed and going back did too: some tensors may be of another version."""
 
     def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
         """Point the engine at them; what it used before becomes the caller's."""
         done: dict[str, Bytes] = {}
+        self.mixed = True
         try:
             for name, data in buffers.items():
                 done[name] = self._bytes[name]
@@ -83,11 +87,25 @@ class SwappedWeights(TensorWeights):
         except BaseException:
             for name, data in done.items():
                 self._point(name, data)
+            self.mixed = False
             raise
         for name, data in buffers.items():
             self._bytes[name] = data
         for name, of in self._aliases.items():
             self._bytes[name] = self._bytes[of]
+        self.mixed = False
+
+
+def _check_apart(first: Mapping[tuple[int, int], str]) -> None:
+    """Raises UsageError where two tensors share a part of their memory: a push could fill it twice."""
+    end, before = 0, ""
+    for (start, nbytes), name in sorted(first.items()):
+        if start < end:
+            raise UsageError(
+                f"{tick(before)} and {tick(name)} share a part of their memory",
+                fix="give the whole, or parts that do not overlap",
+            )
+        end, before = start + nbytes, name
 
 
 def described(name: str, tensor: Any) -> Tensor:
@@ -98,10 +116,28 @@ def described(name: str, tensor: Any) -> Tensor:
         raise UsageError(f"{tick(name)} is a DTensor", fix="give whole tensors, or the ranks' own as Shards")
     if getattr(getattr(tensor, "device", None), "type", "cpu") == "meta":
         raise UsageError(f"{tick(name)} holds no numbers: it is on the meta device")
+    if hasattr(tensor, "untyped_storage"):
+        _check_held(name, tensor)
     text = str(tensor.dtype).removeprefix("torch.")
     if text not in FROM_TORCH:
         raise UsageError(f"{tick(name)} is of a dtype that no store holds", found=text)
     return Tensor(name, FROM_TORCH[text], tuple(int(n) for n in tensor.shape))
+
+
+def _check_held(name: str, tensor: Any) -> None:
+    """Raises UsageError where a torch tensor has no memory behind it, or not as plain numbers."""
+    import torch
+
+    if tensor.layout != torch.strided:
+        raise UsageError(f"{tick(name)} is not dense", found=str(tensor.layout))
+    if not tensor.numel():
+        return
+    last = sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < nbytes:
+        raise UsageError(
+            f"{tick(name)} holds no numbers: its memory was given back", fix="gather it before the push"
+        )
 
 
 def writable_bytes(name: str, tensor: Any) -> "Bytes":
@@ -122,7 +158,7 @@ def flat_bytes(name: str, tensor: Any) -> "Bytes | None":
     if hasattr(tensor, "data_ptr"):
         import torch
 
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
         if tensor.numel() == 0:
             return np.zeros(0, "u1")

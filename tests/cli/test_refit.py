@@ -181,7 +181,9 @@ def test_check_of_a_sound_engine(hf: Path, tmp_path: Path, applier: Any) -> None
         said = re.sub(r"\s+", " ", done.stdout)
         assert "pushed twice nothing changed" in said and "in 24 tensors, one of each kind" in said
         assert said.strip().endswith("verdict ok")
-        report = json.loads(run("refit", "check", engine.url, "--source", hf, "--json").stdout)
+        engine.receiver.origin = str(hf)
+        report = json.loads(run("refit", "check", engine.url, "--json").stdout)
+        assert report["source"] == str(hf)
         assert report["ok"] is True and len(report["canaries"]) == 24 and report["faults"] == []
         assert (engine.receiver.version, engine.receiver.state) == (6, "clean") and holds(engine)
 

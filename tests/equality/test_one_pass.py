@@ -102,3 +102,14 @@ def test_what_cannot_be_is_refused(way: str) -> None:
         copy_and_look(None, bytes(3), 0, None, BF16)
     with pytest.raises((ValueError, TypeError, BufferError)):
         copy_and_look(bytes(4), bytes(4), 0, None)
+
+
+@pytest.mark.parametrize("skew", [0, 1, 16, 63])
+def test_a_long_run_that_nobody_looks_at_is_copied_to_the_byte(way: str, skew: int) -> None:
+    nbytes = (1 << 20) + 77
+    data = finite_bytes(1, nbytes + 3)[3:]
+    memory = np.full(nbytes + 256, 0xAB, "u1")
+    to = memory[64 + skew : 64 + skew + nbytes]
+    assert copy_and_look(to, data, 5, None)
+    assert (to == data).all()
+    assert (memory[: 64 + skew] == 0xAB).all() and (memory[64 + skew + nbytes :] == 0xAB).all()

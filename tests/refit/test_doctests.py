@@ -6,7 +6,10 @@ from importlib import import_module
 import pytest
 
 
-@pytest.mark.parametrize("name", ["framing", "guard", "packing", "plan"])
+EXAMPLES = ["framing", "groups", "guard", "packing", "plan", "sinks.sglang_names", "sinks.sglang_server"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples(name: str) -> None:
     result = doctest.testmod(import_module(f"convtools.refit.{name}"))
     assert result.failed == 0 and result.attempted > 0

@@ -47,7 +47,7 @@ def ring_of(fd: int, bucket_bytes: int = 4096) -> Any:
     """What a peer passes in place of a ring."""
 
     class Passed:
-        slots = 2
+        slots, windows = 2, False
 
     passed = Passed()
     passed.fd = fd

@@ -20,8 +20,9 @@ from convtools.refit.plan import Tensor, make_plan
 from convtools.refit.sinks import sglang_local
 from convtools.refit.sinks.sglang import SGLangSink
 from convtools.refit.sinks.sglang_local import Listener
+from convtools.refit.sinks.sglang_names import touched, unwritten
 from convtools.refit.sinks.sglang_payload import Placed, payload
-from convtools.refit.sinks.sglang_server import Mark
+from convtools.refit.sinks.sglang_server import Mark, read_mark
 from convtools.refit.sinks.sglang_staging import Layout, SharedStaging, new_owner
 from convtools.refit.sync import WeightSync
 from tests.refit.sglang_server import SHAPES, FakeSGLang
@@ -495,7 +496,117 @@ def test_a_killed_trainer_leaves_nothing_for_long(server: FakeSGLang) -> None:
     assert not names & set(left())
 
 
+def test_a_lease_that_runs_out(server: FakeSGLang) -> None:
+    slow = iter([2.0])
+
+    def fault(path: str, number: int) -> None:
+        if path == "/update_weights_from_tensor":
+            time.sleep(next(slow, 0))
+
+    server.fault = fault
+    sink = SGLangSink(server.url)
+    with WeightSync(weights(1), [sink], bucket_bytes=BUCKET, lease=0.3) as one:
+        with pytest.raises(RefitError, match=r"lease of 0.3 s ran out"):
+            one.push(1)
+        assert server.paused and server.version.startswith("convtools poisoned 0 to 1")
+        assert one.push(1).version == 1
+    assert server.weights == raw(weights(1)) and not server.paused
+
+
+def test_two_trainers_at_once() -> None:
+    """One of them goes on, or none; never do two, and what is served is whole."""
+    for _ in range(10):
+        server, done = FakeSGLang(), []
+        before = raw({name: np.zeros(shape, "f4") for name, shape in SHAPES.items()})
+        start = threading.Barrier(2)
+
+        def push(
+            seed: int, server: FakeSGLang = server, done: list[int] = done, start: threading.Barrier = start
+        ) -> None:
+            with sync(server, weights(seed)) as one:
+                start.wait()
+                try:
+                    done.append(one.push(seed).version)
+                except RefitError:
+                    return
+
+        threads = [threading.Thread(target=push, args=(seed,)) for seed in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        if not server.paused:
+            whole = {"default": before, "0": before, "1": raw(weights(1)), "2": raw(weights(2))}
+            assert server.weights == whole[server.version], (server.version, done)
+        with sync(server, weights(3)) as one:
+            one.push(7)
+        assert (server.version, server.paused, server.session) == ("7", False, False)
+        assert server.weights == raw(weights(3))
+        server.close()
+
+
+def test_descriptors_are_given_back(server: FakeSGLang) -> None:
+    def count() -> int:
+        """Memory only: the server's sockets are of this process, too."""
+        links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        return sum(link.startswith(("/dev/shm/", "/memfd:")) for link in links)
+
+    with sync(server, weights(1)) as one:
+        one.push(1)
+    before = count()
+    for version in (2, 3, 4):
+        with sync(server, weights(1)) as one:
+            one.push(version)
+    assert count() <= before
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 5000, "-1", "1.5", "", None, 7, "\u0663", "convtools updating 1 to 2"]
+)
+def test_versions_that_are_none(text: Any) -> None:
+    with pytest.raises(RefitError, match="no step of a trainer"):
+        read_mark(text)
+
+
 def test_threads_end(server: FakeSGLang) -> None:
     with sync(server, weights(1)) as one:
         one.push(1)
     assert "convtools-sglang" not in {t.name for t in threading.enumerate()}
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("backbone.layers.0.mixer.A_log", "model.layers.0.mixer.A"),
+        ("backbone.embeddings.weight", "model.embed_tokens.weight"),
+        ("backbone.layers.3.mixer.experts.7.up_proj.weight", "model.layers.3.mixer.experts.w13_weight"),
+        ("backbone.layers.3.mixer.experts.7.down_proj.weight", "model.layers.3.mixer.experts.w2_weight"),
+        (
+            "backbone.layers.3.mixer.shared_experts.up_proj.weight",
+            "model.layers.3.mixer.shared_experts.up_proj.weight",
+        ),
+        ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.w13_weight"),
+        ("model.layers.0.mlp.experts.1.gate_proj.weight", "model.layers.0.mlp.experts.w13_weight"),
+        ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.qkv_proj.bias"),
+        (
+            "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+            "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa.weight",
+        ),
+        ("lm_head.weight", "model.embed_tokens.weight"),
+    ],
+)
+def test_where_a_tensor_lies_in_sglang(name: str, kept: str) -> None:
+    assert touched(name, {kept, "model.norm.weight"}) == (kept,)
+    assert touched(name, {"model.norm.weight"}) == ()
+    assert unwritten([name], {kept, "model.norm.weight"}) == ["model.norm.weight"]
+
+
+def test_what_belongs_together() -> None:
+    names = [
+        "l.0.self_attn.q_a_proj.weight", "l.0.self_attn.q_b_proj.weight", "l.0.mlp.experts.0.up_proj.weight",
+        "l.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv", "l.0.mlp.experts.10.down_proj.weight_scale",
+        "l.0.mlp.shared_experts.up_proj.weight", "l.1.mlp.experts.0.up_proj.weight",
+    ]  # fmt: skip
+    tensors = [Tensor(name, "BF16", (4,)) for name in names]
+    assert [g.tensors for g in group(tensors)] == [(0, 3), (1,), (2, 4), (5,), (6,)]
+    assert [g.tensors for g in group(tensors, "each")] == [(0, 3), (1,), (2,), (4,), (5,), (6,)]

@@ -156,6 +156,23 @@ def test_the_self_test_of_an_engine_that_packs_its_tensors(mode: str) -> None:
     assert report.faults[0] == "direct: a second push of the same weights changed `packed.layers.1.w`"
 
 
+def test_what_came_at_the_last_commit_says_nothing_of_a_mix() -> None:
+    engine = Engine("quarantine")
+    engine.receiver._applier = Packed(engine)  # type: ignore[assignment]
+    source = model(1)
+    with WeightSync(source, [DirectSink(engine.receiver)], bucket_bytes=4096) as sync:
+        sync.push(1)
+        assert sync.verify().equal
+        source["head"].reshape(-1)[0] = 7
+        source["layers.2.w"][0, 0] = np.nan
+        with pytest.raises(RefitError, match="holds NaN"):
+            sync.push(2)
+        source["head"].reshape(-1)[0], source["layers.2.w"][0, 0] = 1, 1
+        assert engine.look() is None and not sync.verify().equal
+        sync.push(2)
+        assert sync.verify().equal
+
+
 def test_the_base_version_is_pushed_again_to_a_sink_that_holds_a_mix() -> None:
     engines, source, pushed = [Engine("quarantine"), Engine("shadow")], model(1), []
 

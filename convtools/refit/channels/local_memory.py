@@ -4,14 +4,15 @@ The socket and its key lie in a directory of one user (0700, the key 0600). The 
 trainer that connects proves that it holds the key, and passes the descriptor of its ring once.
 """
 
+import fcntl
 import os
 import secrets
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -96,6 +97,24 @@ def _at(directory: Path, call: Callable[[str], object]) -> None:
         os.close(fd)
 
 
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process at a time. Raises PeerError where another takes long."""
+    fd, until = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + 10
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise PeerError("another engine is starting there", where=directory) from None
+                time.sleep(_TICK)
+        yield
+    finally:
+        os.close(fd)
+
+
 class Server:
     """The engine's end: listens in `directory`, and gives what comes to a `Receiver`.
 
@@ -109,15 +128,19 @@ class Server:
         self._receiver, self._frame_timeout = receiver, frame_timeout
         self._stop = threading.Event()
         self._threads: set[threading.Thread] = set()
-        self._directory = private_directory(Path(directory))
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._clear()
-            self._key = make_key(self._directory)
-            _at(self._directory, self._sock.bind)
-            self._inode = (self._directory / SOCKET).stat().st_ino
-            self._sock.listen(MAX_CONNECTIONS)
+            self._directory = private_directory(Path(directory))
+            with _alone(self._directory):  # of two that start together, the second finds the first
+                self._clear()
+                self._key = make_key(self._directory)
+                _at(self._directory, self._sock.bind)
+                self._inode = (self._directory / SOCKET).stat().st_ino
+                self._sock.listen(MAX_CONNECTIONS)
             self._sock.settimeout(_TICK)
+        except OSError as error:
+            self._sock.close()
+            raise PeerError(f"no engine can listen there: {error.strerror}", where=directory) from None
         except BaseException:
             self._sock.close()
             raise
@@ -134,7 +157,7 @@ class Server:
             try:
                 _at(self._directory, probe.connect)
                 alive = bool(probe.recv(1))  # one that is just dying accepts, and says nothing
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):  # it is slow, or has many waiting
                 alive = True
             except OSError:
                 alive = False
@@ -162,8 +185,12 @@ class Server:
                     sock.send(b"busy")
                 continue
             thread = threading.Thread(target=self._serve, args=(sock,), name="refit-peer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no threads left: others can be heard again later
+                sock.close()
+                continue
             self._threads.add(thread)
-            thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         try:

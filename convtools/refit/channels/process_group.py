@@ -13,7 +13,7 @@ from convtools.errors import ConvtoolsError
 from convtools.refit.bucket import Ring
 from convtools.refit.errors import FrameError, PeerError, RefitError
 from convtools.refit.framing import HEADER_NBYTES, MAX_FRAME, Framing
-from convtools.refit.protocol import Agree, Bucket, Open, Question, decode_question, encode
+from convtools.refit.protocol import Abort, Agree, Bucket, Open, Question, decode_question, encode, wire_text
 from convtools.refit.ranks.group import CONTROL, DATA, RankGroup
 from convtools.refit.ranks.parcels import as_tensor
 from convtools.refit.receiver import Receiver
@@ -165,7 +165,8 @@ class _Service:
             except PeerError:
                 raise
             except RefitError as error:
-                self._receiver.lost(self._owner)
+                given_up = Abort(question.token, question.attempt, wire_text(error, 1000))
+                self._receiver.handle(given_up, self._owner, self._ring)
                 return encode(self._receiver.refusal(str(error)))
         elif question.nbytes:
             data = torch.frombuffer(into, dtype=torch.uint8)

@@ -7,9 +7,11 @@ groups must live on. Bytes only, framed by us: what torch would pickle is not us
 import secrets
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from convtools.errors import ConvtoolsError, UsageError, capped, tick
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _A = TypeVar("_A")
+_MEETINGS: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 CONTROL, HEADER, DATA = 71, 72, 73
 """Tags: commands, what precedes a bucket's bytes, the bytes."""
 _COMMAND = struct.Struct("<4sIQ")
@@ -42,21 +45,25 @@ class RankGroup:
                 "several ranks need torch.distributed", fix="call torch.distributed.init_process_group first"
             )
         self.timeout = timeout
-        self._dist = dist
         self.broken = ""
         """Why the group cannot be used any more."""
-        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._members, self.size = members, len(members)
+        members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         if dist.get_rank() not in members:
             raise UsageError("this process is no rank of the group")
-        self.rank = members.index(dist.get_rank())
-        self._group = self._guarded(
-            lambda: dist.new_group(
-                members, timeout=timedelta(seconds=max(timeout, _MAKING)), backend="gloo", use_local_synchronization=True
-            ),
-            "the making of a group",
-        )
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        # By its members and how often they met: ranks that are in other groups too count alike.
+        name = f"convtools-refit/{'-'.join(map(str, members))}/{next(_MEETINGS[members])}"
+        self._group: Any = self._guarded(lambda: self._made(name), "the making of a group")
         self._words = f"convtools-refit/{self.exchange(secrets.token_bytes(8))[0].hex()}"
+
+    def _made(self, name: str) -> Any:
+        try:
+            from torch.distributed import PrefixStore, ProcessGroupGloo
+        except ImportError:
+            raise UsageError("this torch has no gloo", fix="install one with torch.distributed") from None
+        # Not by new_group: it is for all ranks of a job, or counts groups that not all ranks are in.
+        store = PrefixStore(name, self._store())
+        return ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=max(self.timeout, _MAKING)))
 
     @property
     def leads(self) -> bool:
@@ -84,27 +91,23 @@ class RankGroup:
 
     def _all_gather(self, into: "list[torch.Tensor]", mine: "torch.Tensor", until: float) -> None:
         work = self._guarded(
-            lambda: self._dist.all_gather(into, mine, group=self._group, async_op=True),
+            lambda: self._group.allgather([into], [mine]),
             "an exchange of all ranks",
         )
         self.wait(work, until, "an exchange of all ranks")
 
     def post(self, tensor: "torch.Tensor", to: int, tag: int) -> Any:
         """Begin to send; the tensor must not change until the work is over. Raises PeerError."""
-        return self._guarded(
-            lambda: self._dist.isend(tensor, self._members[to], group=self._group, tag=tag), f"rank {to}"
-        )
+        return self._guarded(lambda: self._group.send([tensor], to, tag), f"rank {to}")
 
     def expect(self, tensor: "torch.Tensor", of: int, tag: int) -> Any:
         """Begin to receive. Raises PeerError."""
-        return self._guarded(
-            lambda: self._dist.irecv(tensor, self._members[of], group=self._group, tag=tag), f"rank {of}"
-        )
+        return self._guarded(lambda: self._group.recv([tensor], of, tag), f"rank {of}")
 
     def broadcast(self, tensor: "torch.Tensor", of: int = 0) -> Any:
         """Begin to send to all, or to receive from `of`. Raises PeerError."""
         return self._guarded(
-            lambda: self._dist.broadcast(tensor, self._members[of], group=self._group, async_op=True),
+            lambda: self._group.broadcast(tensor, of),
             "a broadcast",
         )
 
@@ -190,11 +193,8 @@ class RankGroup:
 
     def close(self) -> None:
         """Give the group up; nobody is waited for."""
-        group, self._group = self._group, None
+        self._group = None
         self.broken = self.broken or "it was closed"
-        if group is not None:
-            with suppress(RuntimeError, ValueError, AssertionError):
-                self._dist.destroy_process_group(group)
 
     def name(self, ranks: Sequence[int]) -> str:
         """Ranks in an error."""

@@ -7,6 +7,7 @@ region that lies in some rank's tensor. So what reads checkpoints plans this too
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,17 +19,21 @@ from convtools.equality.canonical import Loose
 from convtools.equality.live import LiveBytes, Shards, dtype_of, shards_source
 from convtools.equality.reading import MEMORY
 from convtools.errors import UsageError, capped, tick
-from convtools.layout.cover import first_fault
+from convtools.layout.cover import Fault, first_fault
 from convtools.layout.parallel import ParallelLayout, Rank
 from convtools.layout.region import Region
 from convtools.refit.errors import FrameError, RefitError
 from convtools.refit.protocol import MAX_TENSORS, Count, Name
+from convtools.refit.ranks.collector import collector_paused
 from convtools.refit.ranks.placement import dtensor_region
 from convtools.stores.base import DTYPE_NBYTES, FROM_TORCH, TORCH_DTYPE, Blob, StoredTensor
 
 RANK = f"{MEMORY}rank"
 """Paths of tensors in other processes begin with it."""
 Named = Mapping[str, Any]
+
+
+_Corner = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class HeldRow(Struct, array_like=True, frozen=True):
@@ -145,39 +150,39 @@ def merge(holdings: Sequence[Holdings]) -> Merged:
     kinds = {h.place is None for h in holdings}
     if len(kinds) != 1:
         raise UsageError("some ranks hold Hugging Face names, others Megatron's")
-    return _merge_hf(holdings) if kinds == {True} else _merge_megatron(holdings)
+    with collector_paused():
+        return _merge_hf(holdings) if kinds == {True} else _merge_megatron(holdings)
 
 
 def _merge_hf(holdings: Sequence[Holdings]) -> Merged:
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    held: dict[str, dict[Region, list[tuple[int, int]]]] = {}
+    held: dict[str, dict[_Corner, list[tuple[int, int]]]] = {}
     problems: list[str] = []
-    for rank, index, row in ((r, i, row) for r, h in enumerate(holdings) for i, row in enumerate(h.rows)):
-        first = kinds.setdefault(row.name, (row.dtype, row.shape))
-        region = Region(row.offsets, row.sizes)
-        if first != (row.dtype, row.shape):
-            problems.append(
-                f"{tick(row.name)} is {row.dtype} {list(row.shape)} on rank {rank}, {first} before"
-            )
-        elif not region.within(row.shape):
-            problems.append(f"{tick(row.name)}: rank {rank} holds {region}, which lies outside")
-        elif region.numel or not Region.whole(row.shape).numel:
-            held.setdefault(row.name, {}).setdefault(region, []).append((rank, index))
-        else:
-            held.setdefault(row.name, {})
+    for rank, held_there in enumerate(holdings):
+        for index, row in enumerate(held_there.rows):
+            kind, corner = (row.dtype, row.shape), (row.offsets, row.sizes)
+            if kinds.setdefault(row.name, kind) != kind:
+                was = kinds[row.name]
+                problems.append(f"{tick(row.name)} is {kind} on rank {rank}, {was} before")
+                continue
+            regions = held.setdefault(row.name, {})
+            if corner in regions:
+                regions[corner].append((rank, index))
+            elif not Region(*corner).within(row.shape):
+                problems.append(f"{tick(row.name)}: rank {rank} holds {Region(*corner)}, which lies outside")
+            elif all(row.sizes) or not all(row.shape):
+                regions[corner] = [(rank, index)]
     tensors: dict[str, StoredTensor] = {}
     replicas: list[Replicas] = []
     holders: dict[Path, tuple[int, int]] = {}
     for name, regions in held.items():
         dtype, shape = kinds[name]
-        boxes = ((i, tuple(zip(r.offsets, r.ends, strict=True))) for i, r in enumerate(regions))
-        fault = first_fault(shape, boxes)
-        if fault:
+        if fault := _fault(shape, [Region(*corner) for corner in regions]):
             problems.append(f"{tick(name)}: element {list(fault.index)} lies in {len(fault.holders)} parts")
             continue
         blobs = []
-        for region, ranks in regions.items():
-            path = rank_path(*ranks[0])
+        for corner, ranks in regions.items():
+            path, region = rank_path(*ranks[0]), Region(*corner)
             holders[path] = ranks[0]
             blobs.append(Blob(path, 0, region))
             if len(ranks) > 1 and region.numel:
@@ -186,6 +191,29 @@ def _merge_hf(holdings: Sequence[Holdings]) -> Merged:
     if problems:
         raise RefitError("the ranks do not hold every element once", found=capped(problems))
     return Merged(Loose(tensors, {n: t.shape for n, t in tensors.items()}), tuple(replicas), holders)
+
+
+def _fault(shape: tuple[int, ...], regions: list[Region]) -> Fault | None:
+    """The first element that the regions miss or hold twice."""
+    if _in_line(shape, regions):
+        return None
+    boxes = ((i, tuple(zip(r.offsets, r.ends, strict=True))) for i, r in enumerate(regions))
+    return first_fault(shape, boxes)
+
+
+def _in_line(shape: tuple[int, ...], regions: list[Region]) -> bool:
+    """Whether they are the whole, or cut it along one dim: what nearly every tensor is."""
+    cut = [d for d, n in enumerate(shape) if regions and regions[0].sizes[d] != n]
+    if not regions or len(cut) > 1:
+        return False
+    if not cut:
+        return len(regions) == 1
+    (dim,), at = cut, 0
+    for region in sorted(regions, key=lambda r: r.offsets[dim]):
+        if region.offsets[dim] != at or region.numel * shape[dim] != prod(shape) * region.sizes[dim]:
+            return False
+        at += region.sizes[dim]
+    return at == shape[dim]
 
 
 class _Remote(NamedTuple):

@@ -13,6 +13,7 @@ from convtools.conversion.plan import Resolver
 from convtools.errors import UsageError, tick
 from convtools.layout.plan import Move, Stride
 from convtools.refit.plan import PlannedBucket, RefitPlan
+from convtools.refit.ranks.collector import collector_paused
 from convtools.stores.base import DTYPE_NBYTES, Payload
 
 STEP = 16
@@ -101,8 +102,9 @@ class Legs:
 
     def prepare(self) -> None:
         """Work all of it out."""
-        for index in range(len(self._plan.buckets)):
-            self.of(index)
+        with collector_paused():
+            for index in range(len(self._plan.buckets)):
+                self.of(index)
 
     def _messages(self, bucket: PlannedBucket) -> dict[int, Message]:
         copies: dict[int, list[Copy]] = {}
@@ -130,6 +132,7 @@ class Legs:
 
     def digest(self) -> bytes:
         """SHA-256 of all messages of all ranks."""
+        self.prepare()
         made = hashlib.sha256(self._plan.digest)
         for index in range(len(self._plan.buckets)):
             for rank, message in sorted(self.of(index).items()):

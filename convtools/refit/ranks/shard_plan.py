@@ -23,6 +23,7 @@ from convtools.layout.parallel import Rank
 from convtools.layout.piece import Piece, block
 from convtools.layout.region import Region
 from convtools.refit.plan import RefitPlan, Tensor, make_plan
+from convtools.refit.ranks.collector import collector_paused
 from convtools.refit.ranks.holdings import HeldRow, Holdings, Merged, layout_of, merge
 from convtools.refit.ranks.legs import Legs
 
@@ -55,12 +56,20 @@ def shard_plans(
         raise UsageError("no rank of an engine is in the group")
     hf = _hf_shapes(merged)
     whole = merge(targets)
-    if not isinstance(whole.source, Source) and (
-        problems := [n for n in hf if n not in whole.source.hf] + [n for n in whole.source.hf if n not in hf]
-    ):
-        raise UsageError("the engine's tensors are not the trainer's", found=capped(map(tick, problems)))
+    if not isinstance(whole.source, Source):
+        theirs = whole.source.hf
+        problems = [tick(n) for n in hf.keys() ^ theirs.keys()]
+        problems += [
+            f"{tick(n)} is {list(theirs[n])} there, {list(hf[n])} here"
+            for n in hf.keys() & theirs.keys()
+            if tuple(hf[n]) != theirs[n]
+        ]
+        if problems:
+            raise UsageError("the engine's tensors are not the trainer's", found=capped(sorted(problems)))
     chosen = targets if only is None else [targets[only]]
-    return [_plan(merged, hf, target, targets, bucket_bytes) for target in chosen]
+    with collector_paused():
+        source_side = Resolver(merged.source, Target("hf", (), None, {}))
+        return [_plan(merged, source_side, hf, target, targets, bucket_bytes) for target in chosen]
 
 
 def _hf_shapes(merged: Merged) -> dict[str, tuple[int, ...]]:
@@ -70,6 +79,7 @@ def _hf_shapes(merged: Merged) -> dict[str, tuple[int, ...]]:
 
 def _plan(
     merged: Merged,
+    source_side: Resolver,
     hf: dict[str, tuple[int, ...]],
     target: Holdings,
     targets: Sequence[Holdings],
@@ -88,7 +98,7 @@ def _plan(
         tensors = [Tensor(row.name, row.dtype, row.shape) for row in target.rows]
         described = _megatron_target(merged, target, targets)
     plan = make_plan(tensors, bucket_bytes)
-    resolver = Resolver(merged.source, described)
+    resolver = Resolver(merged.source, described, source_side)
     return ShardPlan(plan, Legs(plan, resolver, merged.holders), bool(described.fills))
 
 

@@ -252,8 +252,9 @@ class ShardSync:
             for index in range(max(len(plan.plan.buckets) for plan in self._plans)):
                 for i, message in self._messages(index, rank):
                     self._packed(i, message, index, self._staging(message.nbytes))
-        if self._fault is not None:
-            raise self._fault
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
         return b"".join(
             packed(self._values[i].get(n)) for i, plan in enumerate(self._plans)
             for n in range(len(plan.plan.tensors))

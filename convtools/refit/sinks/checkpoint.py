@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convtools.conversion.options import Options
+from convtools.disk import identity
 from convtools.errors import UsageError, tick
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import RefitPlan, Tensor
@@ -19,7 +20,7 @@ from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import DirectSink
 from convtools.refit.sinks.side_files import NOTE
 from convtools.staging import Staging, check_space
-from convtools.stores.hf import is_hf
+from convtools.stores.hf import HFCheckpoint, is_hf, open_hf
 from convtools.stores.hf_write import INDEX_NAME, HFPlan, plan_hf
 from convtools.stores.move import write_all
 
@@ -53,6 +54,10 @@ class CheckpointApplier:
         self._fds: dict[str, int] = {}
         self._open = ExitStack()
         self._staging: Staging | None = None
+        self._seen = _note_in(dst)
+        self._out_there = False
+        """Whether a commit failed after its rename."""
+        self._opened: tuple[object, HFCheckpoint] | None = None
 
     def accept(self, tensors: Sequence[Tensor]) -> None:
         """Whatever can be written: a directory has no tensors of its own."""
@@ -73,6 +78,11 @@ class CheckpointApplier:
         check_space(self._dst, sum(f.nbytes for f in self._layout.files))
         staging = Staging(self._aside, overwrite=True, replaceable=_refusal, fsync=self._fsync)
         self._staging = self._open.enter_context(staging)
+        if (note := _note_in(self._dst)) is not None and note != self._seen:
+            raise RefitError(
+                "another push wrote the directory meanwhile", where=self._dst,
+                found=f"version {version_of(self._dst)}", fix="make the sink anew",
+            )  # fmt: skip
         for file in self._layout.files:
             path = staging.file(file.path)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -92,11 +102,12 @@ class CheckpointApplier:
         """To its place in its file; gives what was written back from there."""
         import numpy as np
 
+        from convtools.equality.reading import read_into
+
         path, at = self._places[tensor.name]
         write_all(self._fds[path], data.data, at + start)
         back = np.empty(len(data), "u1")
-        if os.preadv(self._fds[path], [back.data], at + start) != len(data):
-            raise RefitError(f"{tick(tensor.name)} cannot be read back", where=f"{path}:{at + start}")
+        read_into(Path(path), self._fds[path], at + start, back.data)
         return back
 
     def prepare(self) -> None:
@@ -111,8 +122,18 @@ class CheckpointApplier:
         """Publish: the note and the index last, one rename."""
         assert self._staging is not None and self._layout is not None
         index = {INDEX_NAME: self._layout.index} if self._layout.index else {}
-        self._staging.commit({NOTE: self._note(version)} | index)
+        self._publish(self._staging, {NOTE: self._note(version)} | index)
         self._leave()
+
+    def _publish(self, staging: Staging, last: Mapping[str, bytes]) -> None:
+        was = identity(self._dst)
+        try:
+            staging.commit(last)
+        except BaseException:
+            self._out_there = identity(self._dst) != was
+            raise
+        finally:
+            self._seen = _note_in(self._dst)
 
     def _note(self, version: int) -> bytes:
         return json.dumps({"version": version, "plan": self._digest}).encode() + b"\n"
@@ -121,9 +142,10 @@ class CheckpointApplier:
         """It is published."""
 
     def abort(self) -> bool:
-        """Remove what was written; what lies under the destination was never touched."""
+        """Remove what was written. False where it was published all the same, and may not last."""
         self._leave()
-        return True
+        published, self._out_there = self._out_there, False
+        return not published
 
     def _leave(self) -> None:
         self._fds, self._places, self._staging = {}, {}, None
@@ -134,14 +156,26 @@ class CheckpointApplier:
         import numpy as np
 
         from convtools.equality.reading import read_into
-        from convtools.stores.hf import open_hf
 
-        found = open_hf(self._dst).tensors[tensor.name]
+        found = self._published_headers().tensors.get(tensor.name)
+        if found is None:
+            raise RefitError(f"{tick(tensor.name)} is not in the checkpoint", where=self._dst)
         out = np.empty(tensor.nbytes, "u1")
         blob = found.blobs[0]
         with blob.path.open("rb") as file:
             read_into(blob.path, file.fileno(), blob.offset, out.data)
         return out
+
+    def _published_headers(self) -> HFCheckpoint:
+        """Read again when a file has changed, not for every tensor."""
+        now: list[object] = []
+        if self._dst.is_dir():
+            with os.scandir(self._dst) as files:
+                stats = [(file.name, file.stat()) for file in files]
+            now = sorted((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats)
+        if self._opened is None or self._opened[0] != now:
+            self._opened = (now, open_hf(self._dst))
+        return self._opened[1]
 
     def pending(self, tensor: Tensor) -> "Bytes | None":
         """What lies in the files that are not published yet."""
@@ -160,9 +194,18 @@ class CheckpointApplier:
 def version_of(dst: Path) -> int:
     """The version that a directory was written as; 0 where none is there."""
     try:
-        return int(json.loads((dst / NOTE).read_bytes())["version"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return max(0, int(json.loads(_note_in(dst) or b"")["version"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
+
+
+def _note_in(dst: Path) -> bytes | None:
+    """What a push wrote beside the weights."""
+    try:
+        with (dst / NOTE).open("rb") as file:
+            return file.read(1 << 16)
+    except OSError:
+        return None
 
 
 def _refusal(dst: Path) -> str | None:

@@ -70,7 +70,7 @@ class MegatronApplier(CheckpointApplier):
     def swap(self, version: int) -> None:
         """Publish: everything to disk, the note last, one rename."""
         assert self._out is not None
-        self._out.commit({NOTE: self._note(version)})
+        self._publish(self._out, {NOTE: self._note(version)})
         self._leave()
 
     def serves(self, tensor: Tensor) -> "Bytes | None":

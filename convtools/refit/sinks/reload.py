@@ -19,7 +19,7 @@ from convtools.refit.errors import RefitError
 from convtools.refit.plan import RefitPlan, Tensor
 from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import DirectSink
-from convtools.refit.sinks.checkpoint import CheckpointApplier, version_of
+from convtools.refit.sinks.checkpoint import CheckpointApplier, _note_in, version_of
 from convtools.refit.transaction import packed
 
 if TYPE_CHECKING:
@@ -108,12 +108,13 @@ class ReloadApplier(CheckpointApplier):
 
     def abort(self) -> bool:
         """Before the rename nothing was touched; after it, the old directory is put back and loaded."""
-        super().abort()
-        published, self._published = self._published, False
+        whole = super().abort()
+        published, self._published = self._published or not whole, False
         try:
             return not published or self._go_back()
         finally:
             shutil.rmtree(self._before, ignore_errors=True)
+            self._seen = _note_in(self._dst)
 
     def _go_back(self) -> bool:
         if not self._before.is_dir() or self._version is None:

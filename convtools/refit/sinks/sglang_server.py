@@ -69,7 +69,7 @@ def read_mark(text: object) -> Mark:
         return Mark(CLEAN, 0, 0)
     if isinstance(text, str) and (found := _MARK.match(text)):
         return Mark(found[1], int(found[2]), int(found[3]), found[4], int(found[5]))
-    if isinstance(text, str) and text.isascii() and text.isdigit() and int(text) < 1 << 62:
+    if isinstance(text, str) and re.fullmatch("[0-9]{1,18}", text):
         return Mark(CLEAN, int(text), int(text))
     raise RefitError(
         "the server's weight version is no step of a trainer",

@@ -16,8 +16,7 @@ from convtools.refit.applier import QUARANTINE
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import RefitPlan, Tensor
 from convtools.refit.vllm.checkpoint import Wanted
-from convtools.refit.vllm.mapping import Mapping as Places
-from convtools.refit.vllm.mapping import kind_of, layer_of
+from convtools.refit.vllm.mapping import Mapping as Places, kind_of, layer_of
 from convtools.refit.vllm.mending import Mend
 from convtools.refit.vllm.own import bytes_of, digests_of_model, expert_of, is_packed, unpack
 from convtools.stores.base import FROM_TORCH
@@ -111,7 +110,7 @@ class VllmApplier:
         return to
 
     def prepare(self) -> None:
-        """Load what is left, let vLLM finish every layer, and mend. Raises RefitError unless all are whole."""
+        """Load what is left, let vLLM finish each layer, and mend. Raises RefitError unless all are whole."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         for group in list(self._whole):

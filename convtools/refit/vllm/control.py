@@ -8,7 +8,7 @@ a key, keyed frames.
 
 import socket
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -20,6 +20,8 @@ from convtools.refit.protocol import DRAIN, InFlight, wire_text
 
 ENGINE = "engine"
 """Name of the scheduler's directory beside those of the ranks."""
+STILL = "still"
+"""A hold for reading: requests in flight stay as they are, between two steps."""
 _MOST = 1 << 16
 _TICK = 0.05
 
@@ -36,7 +38,7 @@ class Hold(_Message, frozen=True):
 
     rank: Rank
     wait: Seconds
-    policy: InFlight = DRAIN
+    policy: InFlight | Literal["still"] = DRAIN
 
 
 class Flush(_Message, frozen=True):

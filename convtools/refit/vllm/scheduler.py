@@ -17,8 +17,7 @@ from vllm.v1.request import RequestStatus
 from convtools.refit.errors import RefitError
 from convtools.refit.protocol import ABORT, DRAIN, KEEP
 from convtools.refit.vllm.control import ControlServer
-from convtools.refit.vllm.options import DRAIN as WAIT
-from convtools.refit.vllm.options import check_refittable, control_directory, directory_of
+from convtools.refit.vllm.options import DRAIN as WAIT, check_refittable, control_directory, directory_of
 from convtools.refit.vllm.ranks import Ranks
 
 _PAUSE = 0.01  # seconds that a step without work waits, so that an engine that is held does not spin
@@ -72,7 +71,7 @@ class _Held:
                 )
             if first and policy == ABORT:
                 self._aborted += self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-            elif first and policy == KEEP:
+            elif first and policy == KEEP:  # (for a reader, they stay where they are)
                 self._reset()  # they go back to the queue, and their KV is computed anew
 
     def flush(self) -> None:

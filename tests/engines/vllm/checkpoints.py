@@ -6,8 +6,8 @@ from typing import Any
 
 VOCAB = 320
 _SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _DENSE = _SMALL | {"intermediate_size": 128, "num_hidden_layers": 2}
 MODELS = ("llama", "qwen3", "qwen3moe", "nemotronh")
@@ -27,11 +27,11 @@ def config_of(name: str) -> Any:
             norm_topk_prob=True, tie_word_embeddings=False,
         )  # fmt: skip
     return transformers.NemotronHConfig(
-        **_SMALL, hybrid_override_pattern="ME*-E", intermediate_size=128, ssm_state_size=32, mamba_num_heads=8,
-        mamba_head_dim=16, n_groups=2, conv_kernel=4, expand=2, chunk_size=32, n_routed_experts=8,
-        n_shared_experts=1, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96,
-        moe_latent_size=32, num_experts_per_tok=2, routed_scaling_factor=2.5, n_group=1, topk_group=1,
-        norm_topk_prob=True, tie_word_embeddings=False,
+        **_SMALL, hybrid_override_pattern="ME*-E", intermediate_size=128, ssm_state_size=32,
+        mamba_num_heads=8, mamba_head_dim=16, n_groups=2, conv_kernel=4, expand=2, chunk_size=32,
+        n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=96, moe_latent_size=32, num_experts_per_tok=2,
+        routed_scaling_factor=2.5, n_group=1, topk_group=1, norm_topk_prob=True, tie_word_embeddings=False,
     )  # fmt: skip
 
 

@@ -45,15 +45,14 @@ def fresh(
     found: dict[Any, Any] = {}
     logs = tmp_path_factory.mktemp("fresh")
 
-    def get(model: str, which: str, **options: Any) -> Any:
-        key = (model, which, tuple(sorted(options.items())))
+    def get(model: str, which: str, env: dict[str, str] | None = None, **options: Any) -> Any:
+        key = (model, which, *sorted(options.items()))
         if key not in found:
             shim = model == "nemotronh"
-            log = logs / f"{len(found)}.log"
-            env = options.pop("env", None)
             with Engine(
-                checkpoint(model, which), None, log, shim, env, **(KERNELS if shim else {}), **options
-            ) as engine:
+                checkpoint(model, which), None, logs / f"{len(found)}.log", shim, env,
+                **(KERNELS if shim else {}), **options,
+            ) as engine:  # fmt: skip
                 found[key] = engine.answers(ASKED)
         return found[key]
 

@@ -22,8 +22,8 @@ class Engine:
     """Starts on entering, ends with all of its processes on leaving."""
 
     def __init__(
-        self, model: Path, directory: Path | None, log: Path, shim: bool = False, env: dict[str, str] | None = None,
-        **options: Any,
+        self, model: Path, directory: Path | None, log: Path, shim: bool = False,
+        env: dict[str, str] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         paths = [str(HERE), str(REPO / "engines" / "vllm")] if shim else [str(HERE)]
         self._env = {
@@ -32,8 +32,8 @@ class Engine:
             if not name.startswith(("PYTHON", "OMP_", "VLLM_"))
         }
         self._env |= {
-            "PYTHONPATH": os.pathsep.join([*paths, str(REPO)]), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1",
+            "PYTHONPATH": os.pathsep.join([*paths, str(REPO)]), "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
         } | (env or {})  # fmt: skip
         self._command = [
             str(venv() / "bin" / "python"), str(HERE / "host.py"), str(model), str(directory or "-"),

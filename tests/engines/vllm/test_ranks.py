@@ -18,11 +18,10 @@ TWO = {"tensor_parallel_size": 2}
 BIND = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-def test_two_ranks(checkpoint: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_two_ranks(checkpoint: Callable[[str, str], Path], fresh: Callable[..., Any], tmp_path: Path) -> None:
+    wanted = fresh("llama", "b", env=BIND, **TWO)
     directory = tmp_path / "refit"
     directory.mkdir(mode=0o700)
-    with Engine(checkpoint("llama", "b"), None, tmp_path / "fresh.log", env=BIND, **TWO) as engine:
-        wanted = engine.answers(ASKED)
     seen: list[Any] = []
 
     class Between(LocalSink):

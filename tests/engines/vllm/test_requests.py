@@ -23,8 +23,9 @@ TRAINER = Path(__file__).with_name("dying_trainer.py")
 
 @pytest.fixture(scope="module")
 def engine(
-    checkpoint: Callable[[str, str], Path], directory: Path, tmp_path_factory: Any
+    checkpoint: Callable[[str, str], Path], fresh: Callable[..., Any], directory: Path, tmp_path_factory: Any
 ) -> Iterator[Engine]:
+    fresh("llama", "b")  # before: one engine at a time
     log = tmp_path_factory.mktemp("log") / "log"
     with Engine(checkpoint("llama", "a"), directory, log) as running:
         yield running
