@@ -56,8 +56,8 @@ define link-tree
 endef
 
 # A stamp each: converting needs no torch, the engine of the demo does. All are made anew when a version
-# or a range changes.
-$(VENV)/.core: pyproject.toml constraints.txt
+# or a range changes, or the kernel.
+$(VENV)/.core: pyproject.toml constraints.txt convtools/equality/fingerprint_kernel.c
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("needs Python 3.11+, this is %d.%d" % v[:2])'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -e .

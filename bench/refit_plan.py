@@ -1,11 +1,11 @@
 """How long the plan of the largest published model takes: 108 layers, 512 experts, no tensor made.
 
-    python bench/refit_plan.py [--tp 8 --pp 4 --ep 32] [--engine-tp 8] [--rank N] [--all]
+    python bench/refit_plan.py [--tp 8 --pp 4 --ep 32] [--engine-tp 8] [--rank N | --sender N]
 
 A trainer in Megatron's layout TP8/PP4/EP32 (the 128 ranks of one model replica) and an engine whose ranks
 hold Hugging Face tensors cut for TP8. Printed: the merging of what all ranks hold, the plan of one engine
-rank (of all with `--all`: what the trainer's ranks do), the digest of its moves, the same again from the
-cache, and the peak memory of the process.
+rank (with `--sender N`: of what that rank of the trainer sends to all of them), the digest of its moves, the
+same again from the cache, and the peak memory of the process.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("tp", 8), ("pp", 4), ("ep", 32), ("engine-tp", 8), ("rank", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--sender", type=int)
     parser.add_argument("--bucket-bytes", type=int, default=256 << 20)
     args = parser.parse_args()
     tensors = inventory(ULTRA)
@@ -99,12 +99,15 @@ def main() -> None:
     targets = timed("what the engine's ranks hold", lambda: engine(tensors, args.engine_tp))
     began, busy = time.perf_counter(), time.process_time()
     merged = timed(f"merged: {len(sources)} ranks, {len(tensors)} tensors", lambda: merge(sources))
-    only = None if args.all else args.rank
-    plans = timed("planned", lambda: shard_plans(sources, merged, targets, args.bucket_bytes, only))
+    one = args.rank if args.sender is None else None
+    plans = timed(
+        "planned",
+        lambda: shard_plans(merged, targets, args.bucket_bytes, target=one, sender=args.sender),
+    )
     for plan in plans:
         timed(f"moves of {len(plan.plan.buckets)} buckets", plan.legs.prepare)
     made, busy = time.perf_counter() - began, time.process_time() - busy
-    timed("digest of the moves", lambda: [plan.legs.digest() for plan in plans])
+    timed("digest of the moves", lambda: [plan.legs.digest(args.sender or 0) for plan in plans])
     began = time.perf_counter()
     for plan in plans:
         plan.legs.prepare()

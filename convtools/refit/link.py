@@ -57,7 +57,7 @@ class Link:
 
         An engine that was not restarted, and serves a version that we did not push, is another trainer's.
         """
-        if self.is_open:  # an attempt that was interrupted
+        if self.is_open or self._owed:  # an attempt, or a question, that was interrupted
             self.drop()
         if self.connected:
             try:
@@ -96,8 +96,12 @@ class Link:
     def open(self, question: Open, timeout: float) -> None:
         """Begin a transaction. Raises RefitError."""
         self.consumed, self.consume_seconds = 0, 0.0
-        self.ask(question, Opened, timeout)
-        self.is_open = True
+        self.is_open = True  # before it is: an interrupt must not forget it
+        try:
+            self.ask(question, Opened, timeout)
+        except RefitError:
+            self.is_open = False
+            raise
 
     def send_bucket(self, question: Bucket, timeout: float) -> None:
         """Without waiting."""
@@ -172,8 +176,8 @@ class Link:
     def _send(self, question: Question, timeout: float) -> None:
         if not self.connected:
             raise PeerError(f"{tick(self.name)} is not connected")
-        self._guarded(lambda: self.sink.send(question, timeout))
         self._owed += 1
+        self._guarded(lambda: self.sink.send(question, timeout))
 
     def _receive(self, timeout: float) -> Answer:
         answer = self._guarded(lambda: self.sink.receive(timeout))

@@ -48,7 +48,7 @@ def fingerprints_of(
 
 def digests_of(plan: RefitPlan, applier: Applier, message: Digest) -> Digests:
     """Digests of the engine's own parameters, and which of them belong to tensors. Raises RefitError."""
-    if any(i >= len(plan.tensors) for i in message.of):
+    if len(message.of) > len(plan.tensors) or any(i >= len(plan.tensors) for i in message.of):
         raise RefitError("digests for a tensor that is not in the plan")
     values: Mapping[str, bytes] = getattr(applier, "digests", dict)()
     touches: Callable[[Tensor], tuple[str, ...]] | None = getattr(applier, "touches", None)

@@ -1,8 +1,8 @@
 """A source, opened for one pass over its tensors, and one pass at a time."""
 
 import threading
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from convtools.errors import UsageError
 from convtools.refit.packing import Packer
@@ -10,47 +10,34 @@ from convtools.refit.plan import RefitPlan
 from convtools.refit.source import PushSource
 
 
-class Reading:
-    """The pass as a context that gives what packs buckets.
+@contextmanager
+def reading(
+    source: PushSource,
+    plan: RefitPlan,
+    busy: "threading.Lock | None",
+    before: Callable[[], None] | None,
+    *,
+    finite: bool,
+    fingerprints: bool,
+    checksums: bool,
+) -> Iterator[Packer]:
+    """Gives what packs buckets.
 
     `busy` is held while it lasts, also while `before` waits for the tensors; None inside of another pass.
+    Raises UsageError where another pass is under way, and what `before` and the source raise.
     """
-
-    def __init__(
-        self,
-        source: PushSource,
-        plan: RefitPlan,
-        busy: "threading.Lock | None",
-        before: Callable[[], None] | None,
-        *,
-        finite: bool,
-        fingerprints: bool,
-        checksums: bool,
-    ) -> None:
-        self._source, self._plan, self._busy, self._before = source, plan, busy, before
-        self._finite, self._fingerprints, self._checksums = finite, fingerprints, checksums
-
-    def __enter__(self) -> Packer:
-        """Raises UsageError where another pass is under way, and what `before` and the source raise."""
-        if self._busy is not None and not self._busy.acquire(blocking=False):
-            raise UsageError("a push is under way", fix="one thread holds a WeightSync")
+    # The lock's own `with`: Ctrl-C between any two steps of ours must not leave it taken.
+    with nullcontext() if busy is None else _free(busy):
         try:
-            if self._busy is not None and self._before is not None:
-                self._before()
-            self._source.begin()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return Packer(
-            self._source, self._plan, finite=self._finite, fingerprints=self._fingerprints,
-            checksums=self._checksums,
-        )  # fmt: skip
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._source.end()
+            if busy is not None and before is not None:
+                before()
+            source.begin()
+            yield Packer(source, plan, finite=finite, fingerprints=fingerprints, checksums=checksums)
         finally:
-            if self._busy is not None:
-                self._busy.release()
+            source.end()
+
+
+def _free(busy: "threading.Lock") -> "threading.Lock":
+    if busy.locked():
+        raise UsageError("a push is under way", fix="one thread holds a WeightSync")
+    return busy

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,8 +21,9 @@ from convtools.refit.link import Link
 from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan, make_plan
 from convtools.refit.protocol import DRAIN, POISONED, InFlight
+from convtools.refit.ranks.gathering import check_gathered
 from convtools.refit.ranks.source import RankedSource
-from convtools.refit.reading import Reading
+from convtools.refit.reading import reading
 from convtools.refit.report import CheckReport, PushReport, SinkReport, VerifyReport, differing
 from convtools.refit.selftest import SelfTest
 from convtools.refit.sinks.base import Sink
@@ -95,6 +96,8 @@ class WeightSync:
             self._ranks.bind(self.plan, before_read, timeout * (4 + 4 * len(listed)))
             self._before_read, said = None, progress
             progress = partial(self._ranks.progress, said)
+        elif before_read is None:
+            self._before_read = partial(check_gathered, source)
         self._ring = Ring(bucket_bytes, slots) if self._arena is None else self._arena
         with ExitStack() as made:
             made.callback(nullcontext if self._arena is not None else self._ring.close)
@@ -142,11 +145,11 @@ class WeightSync:
 
     def _reading(
         self, inside: PushSource | None = None, *, finite: bool = True, fingerprints: bool = False
-    ) -> Reading:
+    ) -> AbstractContextManager[Packer]:
         """Of the source, or of another one `inside` of such a pass."""
         if self._closed or not self._links:
             raise UsageError("it is closed" if self._closed else "a push needs a sink at least")
-        return Reading(
+        return reading(
             inside or self._source, self.plan, None if inside else self._busy, self._before_read,
             finite=finite and self._finite, fingerprints=fingerprints or self._fingerprints,
             checksums=self._checksums,
@@ -212,11 +215,11 @@ class WeightSync:
 
     def _check(self, version: int | None) -> CheckReport:
         with self._packed():
-            reading = self._reading(finite=False, fingerprints=True)
+            canaries = self._reading(finite=False, fingerprints=True)
             for link in self._links:
                 link.refresh(self.plan, self._ring, self._timeout, False)
             at = max(link.version for link in self._links) if version is None else version
-            return SelfTest(self._fleet, self.push, lambda: reading).run(at)
+            return SelfTest(self._fleet, self.push, lambda: canaries).run(at)
 
     @contextmanager
     def _packed(self) -> Iterator[None]:

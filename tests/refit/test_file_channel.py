@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,43 @@ def test_an_engine_that_holds_other_bytes_is_not_believed(dst: Path, tmp_path: P
             assert "`head`" in str(caught.value) and "`layers" not in str(caught.value)
             assert versions_in(engine.tensors) == on_disk(dst) == {1}
             assert engine.receiver.version == 1
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_push_that_was_killed_between_rename_and_load(dst: Path, loaded: bool) -> None:
+    """What lies there is then not what the engine serves: a push that fails must not load it as that."""
+    source, engine = model(1), Engine()
+    with pushing(source, dst, engine) as sync:
+        sync.push(1)
+        shutil.copytree(dst, dst.with_name("old"))
+        refill(source, 2)
+        sync.push(2)
+    if not loaded:
+        engine.load(dst.with_name("old"), 1)
+    os.rename(dst.with_name("old"), dst.with_name(f".{dst.name}.before"))  # as the kill left it
+    engine.fail = {len(engine.calls) + 1}
+    refill(source, 3)
+    sink = ReloadSink(dst, CONFIG, engine, fsync=False)
+    with WeightSync(source, [sink], bucket_bytes=4096) as sync:
+        with pytest.raises(RefitError, match="does not fit"):
+            sync.push(3)
+        at = 2 if loaded else 1
+        assert (sink.receiver.state, sink.receiver.version, engine.at) == ("clean", at, at)
+        assert versions_in(engine.tensors) == on_disk(dst) == {at}
+    assert os.listdir(dst.parent) == [dst.name]
+
+
+def test_a_directory_that_is_not_what_the_engine_serves_is_no_way_back(dst: Path) -> None:
+    source, engine = model(1), Engine()
+    with pushing(source, dst, engine) as sync:
+        sync.push(1)
+    engine.at = 5  # somebody else's
+    engine.fail = {2}
+    sink = ReloadSink(dst, CONFIG, engine, fsync=False)
+    with WeightSync(source, [sink], bucket_bytes=4096) as sync:
+        with pytest.raises(RefitError, match="poisoned at version 5"):
+            sync.push(6)
+        assert engine.calls == [1, 6] and sync.push(7).sinks[0].state == "clean"
 
 
 def test_files_of_a_push_that_was_killed_go(dst: Path) -> None:

@@ -58,7 +58,7 @@ class RankGroup:
 
     def _made(self, name: str) -> Any:
         try:
-            from torch.distributed import PrefixStore, ProcessGroupGloo
+            from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
         except ImportError:
             raise UsageError("this torch has no gloo", fix="install one with torch.distributed") from None
         # Not by new_group: it is for all ranks of a job, or counts groups that not all ranks are in.

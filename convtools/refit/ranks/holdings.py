@@ -122,7 +122,8 @@ def megatron_holdings(chunks: Sequence[Named], place: MegatronPlace) -> Holdings
     ]
     layout = json.dumps(msgspec.to_builtins(place.layout), sort_keys=True).encode()
     config = json.dumps(dict(place.config), sort_keys=True).encode()
-    return Holdings(rows, tuple(place.rank), layout, config)
+    tp, pp, ep, etp = place.rank
+    return Holdings(rows, (tp, pp, ep, etp), layout, config)
 
 
 def encode_holdings(holdings: Holdings) -> bytes:

@@ -89,8 +89,10 @@ class Legs:
         resolver: Resolver,
         holders: Mapping[Path, tuple[int, int]],
         only: int | None = None,
+        names: frozenset[str] | None = None,
     ) -> None:
-        """`only`: the rank whose messages are wanted; None: all."""
+        """`only`: the rank whose messages are wanted (None: all); it has parts of these tensors at most."""
+        self._names = names
         self._plan, self._resolver, self._holders, self._only = plan, resolver, holders, only
         self._made: dict[int, dict[int, Message]] = {}
 
@@ -111,6 +113,8 @@ class Legs:
         ends: dict[int, int] = {}
         for part in bucket.parts:
             tensor = self._plan.tensors[part.tensor]
+            if self._names is not None and tensor.name not in self._names:
+                continue
             for unit in self._resolver.units(Payload(tensor.name, part.region, tensor.dtype), 0):
                 if unit.src_dtype != unit.dst_dtype:
                     raise UsageError(
@@ -130,13 +134,13 @@ class Legs:
                     ends[rank] = at + copy.nbytes
         return {rank: Message(tuple(found), ends[rank]) for rank, found in copies.items()}
 
-    def digest(self) -> bytes:
-        """SHA-256 of all messages of all ranks."""
+    def digest(self, rank: int) -> bytes:
+        """SHA-256 of all messages of a rank."""
         self.prepare()
         made = hashlib.sha256(self._plan.digest)
         for index in range(len(self._plan.buckets)):
-            for rank, message in sorted(self.of(index).items()):
-                made.update(f"{index} {rank} {message.nbytes}\n".encode())
+            if message := self.of(index).get(rank):
+                made.update(f"{index} {message.nbytes}\n".encode())
                 for line in _lines(message.copies):
                     made.update(line)
         return made.digest()

@@ -12,6 +12,7 @@ from convtools.refit.ranks.group import RankGroup
 from convtools.refit.ranks.holdings import Holdings, Merged, decode_holdings, encode_holdings, merge
 
 TRAINER, ENGINE = "trainer", "engine"
+_DIGEST = 32
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,12 +34,16 @@ class Met:
     bucket_bytes: int
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """Raises RefitError unless all derived the same moves: a trainer's digests, and each engine's own."""
+        """Raises RefitError unless both ends derived the same moves.
+
+        A trainer's rank gives one digest for each engine rank, of what it sends there; an engine rank one
+        for each rank of the trainer.
+        """
         count = len(self.sources)
-        own = b"".join(digests[count:])
-        wrong = [rank for rank in range(count) if digests[rank] != own]
-        if wrong:
-            raise RefitError(f"trainer and engine planned different moves, seen by rank {wrong[0]}")
+        for rank in range(count):
+            theirs = b"".join(data[_DIGEST * rank : _DIGEST * (rank + 1)] for data in digests[count:])
+            if digests[rank] != theirs:
+                raise RefitError(f"rank {rank} of the trainer and the engine planned different moves")
 
 
 def meet(group: RankGroup, role: str, holdings: Holdings, bucket_bytes: int = 0) -> Met:

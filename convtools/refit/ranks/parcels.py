@@ -3,7 +3,8 @@
 import struct
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from convtools.errors import ConvtoolsError
 from convtools.refit.bucket import checksum
@@ -21,7 +22,8 @@ _MAGIC = b"cvP1"
 _FAULT_MOST = 1 << 16
 
 
-class Head(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Head:
     """What precedes the bytes."""
 
     index: int
@@ -45,6 +47,12 @@ def read_head(data: "torch.Tensor", index: int, nbytes: int, whom: str) -> Head:
     return Head(found, length, mark, bool(failed))
 
 
+def view_of(data: "torch.Tensor") -> memoryview:
+    """The bytes of a tensor of the CPU, where they lie."""
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
 def as_tensor(data: bytes) -> "torch.Tensor":
     """Bytes that may be sent."""
     import torch
@@ -54,7 +62,7 @@ def as_tensor(data: bytes) -> "torch.Tensor":
 
 def check_parcel(head: Head, data: "torch.Tensor", whom: str) -> None:
     """Raises FrameError for bytes that changed on their way, the error that came in their place."""
-    view = memoryview(data.numpy())
+    view = view_of(data)
     if head.failed:
         error = steps.error_of(steps.decode(bytes(view), steps.Failure))
         raise type(error)(f"{whom}: {error.what}", where=error.where, found=error.found, fix=error.fix)
@@ -159,7 +167,7 @@ class Parcels:
         room = self._staging(nbytes)
         try:
             pack(room)
-            head = Head(index, nbytes, checksum(memoryview(room.numpy())))
+            head = Head(index, nbytes, checksum(view_of(room)))
         except ConvtoolsError as error:
             room, head = _fault(index, error)
         except (RuntimeError, MemoryError) as error:  # a device's own

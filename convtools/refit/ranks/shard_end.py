@@ -40,8 +40,8 @@ class ShardTarget:
         me = self.group.rank - len(met.sources)
 
         def digest() -> bytes:
-            self._plan = shard_plans(met.sources, met.merged, met.targets, met.bucket_bytes, me)[0]
-            return self._plan.legs.digest()
+            self._plan = shard_plans(met.merged, met.targets, met.bucket_bytes, target=me)[0]
+            return b"".join(self._plan.legs.digest(rank) for rank in range(len(met.sources)))
 
         met.compare(steps.agreed(self.group, digest))
         self._room: Any = None

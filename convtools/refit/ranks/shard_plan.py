@@ -7,11 +7,12 @@ made of its own tensors, as it holds them; no tensor is whole anywhere unless a 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from convtools.conversion.from_hf import model_of
 from convtools.conversion.megatron_target import vocab_fills
 from convtools.conversion.plan import Resolver, Target
-from convtools.conversion.source import Source, account
+from convtools.conversion.source import Source, Stored, account
 from convtools.conversion.to_torch import local_fill
 from convtools.equality.canonical import open_side
 from convtools.errors import UsageError, capped, tick
@@ -41,13 +42,14 @@ class ShardPlan:
 
 
 def shard_plans(
-    sources: Sequence[Holdings],
     merged: Merged,
     targets: Sequence[Holdings],
     bucket_bytes: int,
-    only: int | None = None,
+    *,
+    target: int | None = None,
+    sender: int | None = None,
 ) -> list[ShardPlan]:
-    """The plan of every target, or of the one at place `only`.
+    """The plan of every target, or of the one at place `target`; all of it, or what rank `sender` sends.
 
     Raises UsageError, RefitError, AccountingError, ParallelError, naming the tensor: the targets do not
     take all there is, or something that there is not.
@@ -66,10 +68,40 @@ def shard_plans(
         ]
         if problems:
             raise UsageError("the engine's tensors are not the trainer's", found=capped(sorted(problems)))
-    chosen = targets if only is None else [targets[only]]
+    chosen = targets if target is None else [targets[target]]
     with collector_paused():
-        source_side = Resolver(merged.source, Target("hf", (), None, {}))
-        return [_plan(merged, source_side, hf, target, targets, bucket_bytes) for target in chosen]
+        side = Resolver(_stored(merged), Target("hf", (), None, {}))
+        held = None if sender is None else _held_by(merged, sender)
+        out = []
+        for one in chosen:
+            plan, described = _described(merged, hf, one, targets, bucket_bytes)
+            names = None if held is None else _made_of(described, held)
+            legs = Legs(plan, Resolver(_stored(merged), described, side), merged.holders, sender, names)
+            out.append(ShardPlan(plan, legs, bool(described.fills)))
+        return out
+
+
+def _stored(merged: Merged) -> Stored:
+    source: Any = merged.source  # loose tensors have no table, and are asked for none
+    stored: Stored = source
+    return stored
+
+
+def _held_by(merged: Merged, rank: int) -> frozenset[str]:
+    """The Hugging Face tensors of which a rank sends a part."""
+    mine = {
+        name
+        for name, tensor in merged.source.tensors.items()
+        if any(merged.holders[blob.path][0] == rank for blob in tensor.blobs)
+    }
+    if not isinstance(merged.source, Source) or merged.source.to_hf is None:
+        return frozenset(mine)
+    return frozenset(piece.b for piece in merged.source.to_hf.pieces if piece.a in mine)
+
+
+def _made_of(described: Target, held: frozenset[str]) -> frozenset[str]:
+    assert described.to_hf is not None
+    return frozenset(piece.a for piece in described.to_hf.pieces if piece.b in held)
 
 
 def _hf_shapes(merged: Merged) -> dict[str, tuple[int, ...]]:
@@ -77,14 +109,14 @@ def _hf_shapes(merged: Merged) -> dict[str, tuple[int, ...]]:
     return dict(open_side(source).hf) if isinstance(source, Source) else dict(source.hf)
 
 
-def _plan(
+def _described(
     merged: Merged,
-    source_side: Resolver,
     hf: dict[str, tuple[int, ...]],
     target: Holdings,
     targets: Sequence[Holdings],
     bucket_bytes: int,
-) -> ShardPlan:
+) -> tuple[RefitPlan, Target]:
+    """A target's own tensors in buckets, and what they are made of."""
     if target.place is None:
         tensors = [Tensor(row.name, row.dtype, row.sizes) for row in target.rows]
         pieces = tuple(
@@ -97,9 +129,7 @@ def _plan(
     else:
         tensors = [Tensor(row.name, row.dtype, row.shape) for row in target.rows]
         described = _megatron_target(merged, target, targets)
-    plan = make_plan(tensors, bucket_bytes)
-    resolver = Resolver(merged.source, described, source_side)
-    return ShardPlan(plan, Legs(plan, resolver, merged.holders), bool(described.fills))
+    return make_plan(tensors, bucket_bytes), described
 
 
 def _megatron_target(merged: Merged, target: Holdings, targets: Sequence[Holdings]) -> Target:

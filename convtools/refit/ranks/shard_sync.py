@@ -19,7 +19,7 @@ from convtools.refit.ranks import steps
 from convtools.refit.ranks.group import DATA, HEADER, RankGroup
 from convtools.refit.ranks.legs import Message
 from convtools.refit.ranks.meeting import TRAINER, meet
-from convtools.refit.ranks.parcels import Head
+from convtools.refit.ranks.parcels import Head, view_of
 from convtools.refit.ranks.shard_plan import ShardPlan, shard_plans
 from convtools.refit.ranks.source import RankedSource
 from convtools.refit.ranks.tensors import add_values, check_finite
@@ -63,8 +63,9 @@ class ShardSync:
         self._plans: list[ShardPlan] = []
 
         def digests() -> bytes:
-            self._plans = shard_plans(met.sources, met.merged, met.targets, met.bucket_bytes)
-            return b"".join(plan.legs.digest() for plan in self._plans)
+            rank = self._source.group.rank
+            self._plans = shard_plans(met.merged, met.targets, met.bucket_bytes, sender=rank)
+            return b"".join(plan.legs.digest(rank) for plan in self._plans)
 
         met.compare(steps.agreed(self.group, digests))
         self._engines = range(source.group.size, self.group.size)
@@ -163,11 +164,7 @@ class ShardSync:
             waited += time.perf_counter() - began
             if index >= count:
                 continue
-            others = [
-                rank for rank in range(1, self._source.group.size)
-                if any(True for _ in self._messages(index, rank))
-            ]  # fmt: skip
-            self._source.group.command(steps.BUCKET, index, to=others)
+            self._source.group.command(steps.BUCKET, index)
             for fleet in self._fleets:
                 if index < len(fleet.plan.buckets):
                     self._announce(fleet, index)
@@ -188,8 +185,9 @@ class ShardSync:
         )
         link.send_bucket(question, self._timeout)
 
-    def _messages(self, index: int, rank: int) -> Iterator[tuple[int, Message]]:
-        """(place of the engine rank, message) of what a rank sends of bucket `index`."""
+    def _messages(self, index: int) -> Iterator[tuple[int, Message]]:
+        """(place of the engine rank, message) of what this rank sends of bucket `index`."""
+        rank = self._source.group.rank
         for i, plan in enumerate(self._plans):
             if index < len(plan.plan.buckets) and (message := plan.legs.of(index).get(rank)):
                 yield i, message
@@ -198,7 +196,7 @@ class ShardSync:
         """This rank's part of a bucket of every engine rank. Raises PeerError."""
         if index == 0:
             self._forget()
-        found = list(self._messages(index, self._source.group.rank))
+        found = list(self._messages(index))
         first = self._source.group.rank % len(self._plans)  # not all to the same one at the same time
         for i, message in sorted(found, key=lambda pair: (pair[0] - first) % len(self._plans)):
             data = self._staging(message.nbytes)
@@ -210,7 +208,7 @@ class ShardSync:
                 self.group.wait(work, until, f"engine rank {to}")
 
     def _packed(self, i: int, message: Message, index: int, data: "torch.Tensor") -> Head:
-        view = memoryview(data.numpy())
+        view = view_of(data)
         try:
             self._source.held.pack(message, data)
             names = {n: t.name for n, t in enumerate(self._plans[i].plan.tensors)}
@@ -248,9 +246,8 @@ class ShardSync:
         """Fingerprints of what this rank gives of each target's tensors; `again`: read anew."""
         if again:
             self._forget()
-            rank = self._source.group.rank
             for index in range(max(len(plan.plan.buckets) for plan in self._plans)):
-                for i, message in self._messages(index, rank):
+                for i, message in self._messages(index):
                     self._packed(i, message, index, self._staging(message.nbytes))
         fault, self._fault = self._fault, None
         if fault is not None:

@@ -76,7 +76,8 @@ class RankedSource:
             side = open_side(source)
             self.resolver, shapes, dtypes = side.resolver, dict(side.hf), dict(side.dtypes)
         else:
-            self.resolver = Resolver(source, Target("hf", (), None, {}))
+            loose: Any = source  # it has no table, and is asked for none
+            self.resolver = Resolver(loose, Target("hf", (), None, {}))
             shapes, dtypes = source.hf, {name: t.dtype for name, t in source.tensors.items()}
         self._tied = dict(tied or {})
         if unknown := [n for pair in self._tied.items() for n in pair if n not in shapes]:

@@ -103,9 +103,9 @@ def agreed(group: RankGroup, step: Callable[[], bytes]) -> list[bytes]:
     found = group.exchange(said)
     for rank, data in enumerate(found):
         if data[:1] != b"\0":
-            error = error_of(decode(data[1:], Failure))
-            raise type(error)(
-                f"rank {rank}: {error.what}",
-                where=error.where, expected=error.expected, found=error.found, fix=error.fix,
+            fault = error_of(decode(data[1:], Failure))
+            raise type(fault)(
+                f"rank {rank}: {fault.what}",
+                where=fault.where, expected=fault.expected, found=fault.found, fix=fault.fix,
             )  # fmt: skip
     return [data[1:] for data in found]

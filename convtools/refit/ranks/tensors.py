@@ -80,7 +80,8 @@ class HeldTensors:
         copy_move(of, dense, copy.packed)
         flat = dense.cpu().view(torch.uint8)
         if copy.plus:
-            data = cast(memoryview(flat.numpy()), copy.dtype, copy.dtype, copy.plus)
+            array: Any = flat.numpy()
+            data = cast(memoryview(array), copy.dtype, copy.dtype, copy.plus)
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         spread = move._replace(src=0, loops=tuple(
             s._replace(src=p.dst) for s, p in zip(move.loops, copy.packed.loops, strict=True)
@@ -105,7 +106,8 @@ class HeldTensors:
         flat = self.flat(held)
         if not flat.numel():
             return memoryview(b"")
-        return memoryview(flat.view(torch.uint8).cpu().numpy())
+        array: Any = flat.view(torch.uint8).cpu().numpy()
+        return memoryview(array)
 
 
 def scatter(message: Message, of: "torch.Tensor", to: "torch.Tensor") -> None:

@@ -73,9 +73,13 @@ class ReloadApplier(CheckpointApplier):
         self._version: int | None = None
 
     def begin(self, plan: RefitPlan) -> None:
-        """As ever; what a killed push has left goes first."""
+        """As ever; what a killed push has left is settled first: the directory is what the engine serves."""
         self._published, self._plan = False, plan
         self._version = self._engine.version()
+        stale = self._version not in (None, version_of(self._dst))
+        if stale and self._before.is_dir() and version_of(self._before) == self._version:
+            self._put_back()  # it was renamed, and never loaded
+            self._seen = _note_in(self._dst)
         shutil.rmtree(self._before, ignore_errors=True)
         super().begin(plan)
 
@@ -120,15 +124,23 @@ class ReloadApplier(CheckpointApplier):
         if not self._before.is_dir() or self._version is None:
             shutil.rmtree(self._dst, ignore_errors=True)  # there was none before
             return self._version is not None and self._engine.version() == self._version
-        if not exchange(self._before, self._dst):
-            gone = self._before.with_name(f"{self._before.name}.gone")
-            os.rename(self._dst, gone)
-            os.rename(self._before, self._dst)
-            shutil.rmtree(gone, ignore_errors=True)
+        self._put_back()
+        if version_of(self._dst) != self._version:  # not what the engine served: no way back to that
+            return False
         with suppress(ConvtoolsError, OSError):
             self._engine.load(self._dst, self._version)
             return self._engine.version() in (None, self._version)
         return False
+
+    def _put_back(self) -> None:
+        """The old directory under its name again."""
+        if not self._dst.exists():
+            os.rename(self._before, self._dst)
+        elif not exchange(self._before, self._dst):
+            gone = self._before.with_name(f"{self._before.name}.gone")
+            os.rename(self._dst, gone)
+            os.rename(self._before, self._dst)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def serves(self, tensor: Tensor) -> "Bytes | None":
         """The engine's own bytes are out of reach: what it told of them was compared after the load."""

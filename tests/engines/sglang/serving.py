@@ -82,7 +82,7 @@ def serving(model: Path, log: Path, *, tp: int = 1, wait: float = 240) -> Iterat
         "--port", str(port), "--tp", str(tp), "--api-key", KEY, "--device", "cpu", "--dtype", "bfloat16",
         "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
         "--disable-overlap-schedule", "--context-length", "512", "--max-total-tokens", "2048",
-        "--max-running-requests", "4", "--disable-radix-cache", "--mem-fraction-static", "0.1",
+        "--max-running-requests", "4", "--disable-radix-cache", "--mem-fraction-static", "0.5",
         "--grammar-backend", "none", "--chunked-prefill-size", "-1", "--skip-server-warmup",
         "--random-seed", "1",
     ]  # fmt: skip

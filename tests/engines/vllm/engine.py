@@ -18,6 +18,17 @@ def venv() -> Path:
     return Path(os.environ.get("CONVTOOLS_VLLM_VENV", REPO / ".venv-vllm"))
 
 
+def environment(shim: bool = False) -> dict[str, str]:
+    """For processes of vLLM; `shim`: with the kernels that Nemotron-H needs on a CPU."""
+    paths = [*([str(REPO / "engines" / "vllm")] if shim else []), str(HERE), str(REPO)]
+    ours = ("PYTHON", "OMP_", "VLLM_")  # of this process, not of that one
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+
+
 class Engine:
     """Starts on entering, ends with all of its processes on leaving."""
 
@@ -25,16 +36,7 @@ class Engine:
         self, model: Path, directory: Path | None, log: Path, shim: bool = False,
         env: dict[str, str] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        paths = [str(HERE), str(REPO / "engines" / "vllm")] if shim else [str(HERE)]
-        self._env = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "OMP_", "VLLM_"))
-        }
-        self._env |= {
-            "PYTHONPATH": os.pathsep.join([*paths, str(REPO)]), "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-        } | (env or {})  # fmt: skip
+        self._env = environment(shim) | (env or {})
         self._command = [
             str(venv() / "bin" / "python"), str(HERE / "host.py"), str(model), str(directory or "-"),
             json.dumps(options),

@@ -36,11 +36,12 @@ def unmended(checkpoint: Callable[[str, str], Path], tmp_path: Path) -> Iterator
 
 def test_a_stale_tied_head(unmended: Callable[[str], Any], fresh: Callable[..., Any]) -> None:
     """Every parameter's own bytes are right."""
+    wanted = fresh("qwen3", "b")
     engine, sync = unmended("qwen3")
     stale, before = "lm_head.weight#packed", engine.digests()[0]
     sync.push(version=1)
     assert sync.verify().equal and engine.digests()[0]["lm_head.weight"] != before["lm_head.weight"]
-    assert engine.answers(ASKED) != fresh("qwen3", "b") and engine.digests()[0][stale] == before[stale]
+    assert engine.answers(ASKED) != wanted and engine.digests()[0][stale] == before[stale]
     checked = sync.check()
     assert not checked.ok
     assert any(f"`{stale}` did not change" in fault for fault in checked.faults), checked.faults

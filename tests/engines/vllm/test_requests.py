@@ -73,7 +73,7 @@ def test_drain(engine: Engine, push: Callable[..., Any], fresh: Callable[..., An
 def test_abort(engine: Engine, push: Callable[..., Any], fresh: Callable[..., Any]) -> None:
     push("a")
     engine.ask("start", [PROMPT], MANY)
-    assert engine.ask("done", 1) is None
+    assert engine.ask("done", 0.5) is None
     push("b", in_flight="abort")
     found = engine.ask("done", 5)[0]
     assert found["reason"] == "abort" and 0 < len(found["tokens"]) < MANY
@@ -85,7 +85,7 @@ def test_keep(engine: Engine, push: Callable[..., Any]) -> None:
     push("a")
     old = engine.ask("generate", [PROMPT], MANY)[0]["tokens"]
     engine.ask("start", [PROMPT], MANY)
-    assert engine.ask("done", 1) is None
+    assert engine.ask("done", 0.5) is None
     push("b", in_flight="keep")
     found = engine.ask("done", 60)[0]
     assert found["reason"] == "length" and len(found["tokens"]) == MANY

@@ -52,9 +52,7 @@ def steps(rank: int) -> Any:
 
 def test_an_overlapped_gather_is_seen(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    zero, one = run(2, steps, where=tmp_path)
-    assert zero == one
-    at_first, forced, after_forward, refused, dispatched = zero
+    ((at_first, forced, after_forward, refused, dispatched),) = run(1, steps, where=tmp_path)
     assert at_first and forced == [] and after_forward == [] and dispatched
     assert refused.startswith("parameters are still to be gathered (overlap_param_gather)")
     assert "`module.0.weight`" in refused and "start_param_sync(force_sync=True)" in refused
