@@ -113,6 +113,7 @@ class Receiver:
                 return self.refusal(reason)
             except BaseException:
                 self._abort("the engine was interrupted")
+                self._settle()
                 raise
 
     def refusal(self, reason: str) -> say.Refused:
@@ -273,10 +274,10 @@ class Receiver:
             self._state = now.before if restored else POISONED
             if not restored:
                 self._received = {}  # nobody knows what it holds now
-        if self._state == CLEAN:
-            self.gate.open()
-        else:
-            self.gate.shut()
+        self._settle()
+
+    def _settle(self) -> None:
+        (self.gate.open if self._state == CLEAN else self.gate.shut)()
 
     def _ask(self, message: say.Ask, owner: object) -> say.Told:
         if message.fingerprints == "none":

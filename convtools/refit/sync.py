@@ -17,6 +17,7 @@ from convtools.refit.arena import Arena
 from convtools.refit.bucket import Ring
 from convtools.refit.errors import RefitError
 from convtools.refit.fleet import Fleet
+from convtools.refit.healing import heal
 from convtools.refit.link import Link
 from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan, make_plan
@@ -282,7 +283,9 @@ class WeightSync:
         """The same, with the state of each sink, after what can be healed was."""
         poisoned = self._base is not None and any(link.state == POISONED for link in self._links)
         with self._packed() if poisoned else nullcontext():
-            healed = self._heal()
+            healed = "" if self._base is None else heal(
+                self._fleet, self._base, lambda source: self._reading(source), self._fingerprints
+            )  # fmt: skip
         found = "; ".join(str(part) for part in (error.found, healed) if part)
         return RefitError(
             error.what if version is None else f"version {version} was not pushed: {error.what}",
@@ -290,30 +293,6 @@ class WeightSync:
             found=f"{found}; now {self._fleet.states()}" if found else self._fleet.states(),
             fix=error.fix,
         )  # fmt: skip
-
-    def _heal(self) -> str:
-        """Push the base version again to sinks that hold a mix; says what came of it."""
-        said = ""
-        for link in [link for link in self._links if link.state == POISONED and self._base is not None]:
-            assert self._base is not None
-            try:
-                source = open_push_source(self._base(link.version))
-                if make_plan(source.tensors(), self.plan.bucket_bytes).digest != self.plan.digest:
-                    raise UsageError("the base version has other tensors than the source")
-                with self._reading(source, fingerprints=self._fingerprints) as packer:
-                    try:
-                        self._fleet.open(
-                            link.version, force=False, fingerprints=self._fingerprints, only=[link]
-                        )
-                        self._fleet.stream(packer)
-                        self._fleet.prepare(packer.values())
-                    except BaseException as error:
-                        self._fleet.abort(error)
-                        raise
-                    self._fleet.commit(link.version)
-            except ConvtoolsError as error:
-                said = f"the base version could not be pushed again: {error.what}"
-        return said
 
     def _values(self, packer: Packer) -> list[bytes]:
         for index, bucket in enumerate(self.plan.buckets):

@@ -18,6 +18,8 @@ from convtools.stores.base import DTYPE_NBYTES
 if TYPE_CHECKING:
     import numpy as np
 
+MAX_STRIDE = 1 << 32
+"""Attempts that one may skip."""
 _STEP = 1 << 19  # bytes copied, then fingerprinted while they are still in the cache
 
 
@@ -107,6 +109,8 @@ def check_open(message: Open, token: int, version: int, policies: Sequence[str])
     """Raises RefitError unless an attempt may begin at an engine that saw `token` and serves `version`."""
     if message.token <= token:
         raise RefitError("an old attempt", expected=f"above {token}", found=message.token)
+    if message.token > token + MAX_STRIDE:  # the numbers must last for whoever comes after
+        raise RefitError("an attempt from nowhere", expected=f"about {token + 1}", found=message.token)
     if not message.force and message.base != version:
         raise RefitError("another version is served", expected=message.base, found=version)
     if not message.force and message.version < version:

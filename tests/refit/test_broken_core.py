@@ -3,7 +3,7 @@
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ from convtools.refit.channels.local_memory import Server
 from convtools.refit.errors import NotServing, RefitError
 from convtools.refit.gate import Gate
 from convtools.refit.plan import MAX_PARTS, Tensor, make_plan
-from convtools.refit.protocol import POISONED, Agreed, Opened
+from convtools.refit.protocol import POISONED, Agreed, Opened, Refused
 from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import DirectSink
 from convtools.refit.sinks.local import LocalSink
 from convtools.refit.sync import WeightSync
 from convtools.refit.weights import SwappedWeights, TensorWeights
-from tests.refit.engines import Engine, model, refill, versions_in
+from tests.refit.engines import MODES, Engine, model, refill, versions_in
 from tests.refit.test_receiver import Trainer
 
 BUCKET = 4096
@@ -29,7 +29,7 @@ BUCKET = 4096
 class Scarce(np.ndarray):  # type: ignore[type-arg]
     """Bytes of which no copy can be made when there is no memory: `left` copies succeed."""
 
-    left = [10**9]
+    left: ClassVar = [10**9]
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
         Scarce.left[0] -= 1
@@ -126,9 +126,11 @@ def test_requests_are_let_in_after_a_commit_whose_end_fails() -> None:
         raise OSError("no")
 
     engine.applier.finish = finish
-    with WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=BUCKET) as sync:
-        with pytest.raises(RefitError, match="clean at version 1"):
-            sync.push(1)
+    with (
+        WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=BUCKET) as sync,
+        pytest.raises(RefitError, match="clean at version 1"),
+    ):
+        sync.push(1)
     assert engine.look() == 1 and not engine.mixes
 
 
@@ -165,7 +167,7 @@ def test_a_commit_that_leaves_a_mix_is_healed_by_the_base_version() -> None:
         sync.push(1)
         refill(source, 2)
         flush.append(ValueError("no"))
-        with pytest.raises(RefitError, match="not committed everywhere(.|\n)*`e` clean at version 1"):
+        with pytest.raises(RefitError, match=r"not committed everywhere(.|\n)*`e` clean at version 1"):
             sync.push(2)
         assert engine.look() == 1 and not engine.mixes
 
@@ -230,7 +232,9 @@ def test_a_sync_that_is_refused_leaves_no_descriptor(tmp_path: Path) -> None:
         wrong(in_flight="drop", trace=tmp_path / "new"),
     ):  # fmt: skip
         with pytest.raises(UsageError):
-            WeightSync(model(1), **({"sinks": [DirectSink(engine.receiver)], "bucket_bytes": BUCKET} | options))
+            WeightSync(
+                model(1), **({"sinks": [DirectSink(engine.receiver)], "bucket_bytes": BUCKET} | options)
+            )
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -241,9 +245,7 @@ def test_two_threads_do_not_push_at_once() -> None:
         waiting.set()
         go.wait(5)
 
-    with WeightSync(
-        model(1), [DirectSink(engine.receiver)], bucket_bytes=BUCKET, before_read=gather
-    ) as sync:
+    with WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=BUCKET, before_read=gather) as sync:
         other = threading.Thread(target=sync.push, args=(1,))
         other.start()
         waiting.wait(5)
@@ -266,13 +268,77 @@ def test_a_trace_that_cannot_be_written_does_not_fail_the_push(tmp_path: Path) -
         sync.close()
 
 
+def test_a_liar_does_not_use_up_the_tokens() -> None:
+    engine = Engine()
+    trainer = Trainer(engine)
+    trainer.agree()
+    refused = trainer.open(token=1 << 62)
+    assert isinstance(refused, Refused) and "an attempt from nowhere" in refused.reason
+    with WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=BUCKET) as sync:
+        assert sync.push(1).version == 1
+
+
+class Interrupted(DirectSink):
+    """Ctrl-C after the sink has answered, before anyone was told."""
+
+    turns = -1
+
+    def send(self, question: Any, timeout: float) -> None:
+        super().send(question, timeout)
+        self.turns -= 1
+        if self.turns == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_push_that_was_interrupted_anywhere_is_followed_by_one_that_is_not(mode: str) -> None:
+    for turn in range(1, 12):
+        engine, source = Engine(mode), model(1)
+        sink = Interrupted(engine.receiver)
+        with WeightSync(source, [sink], bucket_bytes=BUCKET) as sync:
+            sync.push(1)
+            refill(source, 2)
+            sink.turns = turn
+            try:
+                sync.push(2)
+            except KeyboardInterrupt:
+                pass
+            sink.turns = -1
+            assert engine.look() in (1, 2, None) and not engine.mixes
+            assert engine.receiver.state != "updating"
+            refill(source, 3)
+            sync.push(3)
+            assert engine.look() == 3 and not engine.mixes
+
+
+class Ends(ShadowApplier):
+    """Ctrl-C when the new version was just raised."""
+
+    def finish(self) -> None:
+        raise KeyboardInterrupt
+
+
+def test_requests_are_let_in_after_an_interrupt_behind_the_commit() -> None:
+    engine = Engine()
+    engine.receiver = Receiver(Ends(TensorWeights(engine.tensors)))
+    with (
+        WeightSync(model(1), [DirectSink(engine.receiver)], bucket_bytes=BUCKET) as sync,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        sync.push(1)
+    assert engine.look() == 1 and not engine.mixes
+
+
 def test_a_bucket_has_no_more_parts_than_a_frame_may_name(tmp_path: Path) -> None:
     plan = make_plan((Tensor(str(i), "U8", (1,)) for i in range(MAX_PARTS + 3)), 1 << 30)
     assert [len(b.parts) for b in plan.buckets] == [MAX_PARTS, 3]
     assert plan.buckets[1].parts[0].offset % 256 == 0
     tensors = {str(i): np.zeros(1, "u1") for i in range(300)}
     receiver = Receiver(ShadowApplier(TensorWeights(tensors)))
-    with Server(receiver, tmp_path / "e"), WeightSync(
-        {n: np.ones_like(t) for n, t in tensors.items()}, [LocalSink(tmp_path / "e")], bucket_bytes=256
-    ) as sync:
+    with (
+        Server(receiver, tmp_path / "e"),
+        WeightSync(
+            {n: np.ones_like(t) for n, t in tensors.items()}, [LocalSink(tmp_path / "e")], bucket_bytes=256
+        ) as sync,
+    ):
         assert sync.push(1).buckets == 300 and sync.verify().equal

@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def test_of_engines_that_start_together_one_listens_with_its_own_key(tmp_path: P
         where, made, failed = tmp_path / str(turn), list[Server](), list[BaseException]()
         together = threading.Barrier(3)
 
-        def start(where: Path, made: list[Server], failed: list[BaseException], at: threading.Barrier) -> None:
+        def start(where: Path, made: list[Server], failed: list[BaseException], at: Any) -> None:
             at.wait()
             try:
                 made.append(Server(Engine().receiver, where))

@@ -127,7 +127,7 @@ class Mapping:
     ) -> tuple[int, int] | None:
         if name != tensor.name.rpartition(".")[2] or shape[1:] != tensor.shape[1:]:
             return None
-        if shape == tensor.shape:
+        if self._is_whole(tensor, path, shape):
             return (0, shape[0]) if shape else (0, 1)
         if self._size > 1 or not shape:
             return None
@@ -140,8 +140,14 @@ class Mapping:
         first = sum(sizes[:at])
         return (first, first + sizes[at]) if sizes[at] == tensor.shape[0] else None
 
+    def _is_whole(self, tensor: Tensor, path: str, shape: tuple[int, ...]) -> bool:
+        """Whether the parameter is the tensor, all of it."""
+        # This rank's part of a fused one may happen to be of that shape.
+        alone = self._size == 1 or _owner(tensor.name) == path.rpartition(".")[2]
+        return shape == tensor.shape and alone
+
     def _has_first(self, tensor: Tensor, module: Any, path: str, shape: tuple[int, ...]) -> bool:
-        if self._rank == 0 or shape == tensor.shape:
+        if self._rank == 0 or self._is_whole(tensor, path, shape):
             return True
         # Of the heads of K and V there may be copies: the first ranks have the first.
         parts = self._fused.get(path.rpartition(".")[2], [])

@@ -144,7 +144,7 @@ def broken(rank: int, directory: str, how: str) -> Any:
     world = dist.get_world_size()
     source, sync = sync_of(rank, directory, sharded((world,)), 3)
     sync.push(1)
-    serve, calls = source._serve, []
+    serve, calls = source.serve, []
 
     def dies(index: int) -> None:
         calls.append(index)
@@ -155,7 +155,7 @@ def broken(rank: int, directory: str, how: str) -> Any:
         serve(index)
 
     if rank == world - 1:
-        source._serve = dies
+        source.serve = dies
     out = []
     for version in (2, 3):
         began = time.monotonic()
