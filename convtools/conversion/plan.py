@@ -80,10 +80,13 @@ class Resolver:
         """`like`: another one of the same source, whose half of the work is taken over."""
         self._to_hf, self._copies = target.to_hf, target.copies
         self._fills, self._plus = target.fills, _payload_shifts(source, target)
+        self._runs: dict[str, _Run] = {}
+        self._hf_to_run: Mapping
+        self._whole: dict[str, str]
+        """HF tensors that are one run of a file: nothing to look up there."""
         if like is not None:
             self._runs, self._hf_to_run, self._whole = like._runs, like._hf_to_run, like._whole
             return
-        self._runs: dict[str, _Run] = {}
         stored: list[Piece] = []
         for name, tensor in source.tensors.items():
             for i, blob in enumerate(tensor.blobs):
@@ -99,7 +102,6 @@ class Resolver:
             for name, t in source.tensors.items()
             if source.to_hf is None and len(t.blobs) == 1
         }
-        """HF tensors that are one run of a file: nothing to look up there."""
 
     def pieces(self, name: str, region: Region) -> list[Piece]:
         """The pieces payload ~ source run. Raises AccountingError unless they make up the whole payload."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from convtools.errors import UsageError, capped, tick
 from convtools.refit.bucket import Ring
-from convtools.refit.errors import RefitError
+from convtools.refit.errors import FrameError, PeerError, RefitError
 from convtools.refit.link import Link
 from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan
@@ -137,19 +137,26 @@ class Fleet:
                     link.prepare(Prepare(link.token, self._attempt, fingerprints), self.timeout)
 
     def commit(self, version: int) -> None:
-        """Everywhere; a sink that fails now cannot take back what the others did, so all are tried.
+        """Everywhere. Where the first refuses, nowhere; once one has done it, all others are tried.
 
         Raises RefitError, with the state of each sink.
         """
-        failed: list[str] = []
+        failed, begun = list[str](), False
         self.took_part = [link for link in self.links if link.is_open]
         for link in self.took_part:
+            before = link.version
             try:
                 with self._trace.timed("commit", link.name):
                     link.commit(Commit(link.token, self._attempt), version, self.timeout)
+                begun = True
             except RefitError as error:
                 failed.append(error.what)
+                said_no = link.connected and not isinstance(error, PeerError | FrameError)
                 link.abort(Abort(link.token, self._attempt, "the commit failed"), self.timeout)
+                if not begun and said_no and link.version == before:
+                    self.abort("another sink could not commit")
+                    break
+                begun = True
         if failed:
             raise RefitError(
                 f"version {version} was prepared everywhere and not committed everywhere",

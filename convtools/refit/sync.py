@@ -21,12 +21,12 @@ from convtools.refit.healing import heal
 from convtools.refit.link import Link
 from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan, make_plan
-from convtools.refit.protocol import DRAIN, POISONED, InFlight
+from convtools.refit.protocol import DRAIN, POISONED, UPDATING, InFlight
 from convtools.refit.ranks.gathering import check_gathered
 from convtools.refit.ranks.source import RankedSource
 from convtools.refit.reading import reading
 from convtools.refit.report import CheckReport, PushReport, SinkReport, VerifyReport, differing
-from convtools.refit.selftest import SelfTest
+from convtools.refit.selftest import IN_PLACE, SelfTest
 from convtools.refit.sinks.base import Sink
 from convtools.refit.source import PushSource, open_push_source
 from convtools.refit.trace import Trace
@@ -197,8 +197,8 @@ class WeightSync:
                 except RefitError as error:
                     unreadable[link.name] = error.what
                     continue
-                if link.state == POISONED:
-                    unreadable[link.name] = "it may hold a mix of two versions, and serves nothing"
+                if told.state == POISONED or (told.state == UPDATING and link.mode in IN_PLACE):
+                    unreadable[link.name] = f"it is {told.state}, and serves nothing"
                 elif names := differing(self.plan.tensors, wanted, told.fingerprints):
                     differ[link.name] = names
                 if told.weaker:

@@ -89,10 +89,8 @@ class SwappedWeights(TensorWeights):
                 self._point(name, data)
             self.mixed = False
             raise
-        for name, data in buffers.items():
-            self._bytes[name] = data
-        for name, of in self._aliases.items():
-            self._bytes[name] = self._bytes[of]
+        now = self._bytes | dict(buffers)
+        self._bytes = now | {name: now[of] for name, of in self._aliases.items()}  # all at once
         self.mixed = False
 
 
@@ -113,7 +111,7 @@ def described(name: str, tensor: Any) -> Tensor:
     if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
         raise UsageError(f"{tick(name)} is no tensor", found=type(tensor).__name__)
     if hasattr(tensor, "placements"):
-        raise UsageError(f"{tick(name)} is a DTensor", fix="give whole tensors, or the ranks' own as Shards")
+        raise UsageError(f"{tick(name)} is a DTensor", fix="push it with a RankedSource on every rank")
     if getattr(getattr(tensor, "device", None), "type", "cpu") == "meta":
         raise UsageError(f"{tick(name)} holds no numbers: it is on the meta device")
     if hasattr(tensor, "untyped_storage"):

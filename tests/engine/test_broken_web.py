@@ -17,7 +17,10 @@ PROMPT = [3, 1, 4, 1, 5]
 def test_a_byte_now_and_then_buys_no_time(llamas: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "TIMEOUT", 0.6)
     with ReferenceEngine(llamas[0]) as engine:
-        for said in (b"GET /health HTTP/1.0\r\nX: ", b"POST /generate HTTP/1.0\r\nContent-Length: 99\r\n\r\n"):
+        for said in (
+            b"GET /health HTTP/1.0\r\nX: ",
+            b"POST /generate HTTP/1.0\r\nContent-Length: 99\r\n\r\n",
+        ):
             with socket.create_connection(("127.0.0.1", urlsplit(engine.url).port or 0), 5) as sock:
                 sock.sendall(said)
                 began = time.monotonic()

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -153,6 +154,21 @@ def test_a_poisoned_engine_is_not_equal_whatever_its_bytes_are() -> None:
         assert sync.verify().equal
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_being_changed_is_not_equal(mode: str) -> None:
+    engine = Engine(mode)
+    trainer = Trainer(engine)
+    with WeightSync(model(1), [DirectSink(engine.receiver, "e")], bucket_bytes=BUCKET) as sync:
+        trainer.agree()
+        trainer.open()
+        trainer.buckets()
+        report = sync.verify()
+        assert not report.equal and ("e" in report.unreadable) == (mode != "shadow")
+        trainer.prepare([])
+        trainer.commit()
+        assert sync.verify().equal
+
+
 def test_a_commit_that_leaves_a_mix_is_healed_by_the_base_version() -> None:
     flush: list[Exception] = []
 
@@ -170,6 +186,37 @@ def test_a_commit_that_leaves_a_mix_is_healed_by_the_base_version() -> None:
         with pytest.raises(RefitError, match=r"not committed everywhere(.|\n)*`e` clean at version 1"):
             sync.push(2)
         assert engine.look() == 1 and not engine.mixes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_the_first_cannot_commit_none_does(mode: str) -> None:
+    def no() -> None:
+        raise ValueError("no")
+
+    engines = [Engine("undo", flush=no), Engine(mode), Engine(mode)]
+    for order in (engines, [engines[1], engines[0], engines[2]]):
+        sinks = [DirectSink(e.receiver, str(i)) for i, e in enumerate(order)]
+        with WeightSync(model(1), sinks, bucket_bytes=BUCKET) as sync:
+            with pytest.raises(RefitError, match="not committed everywhere"):
+                sync.push(1, force=True)
+            if order is engines:
+                assert [e.look() for e in order] == [0, None, None] if mode == "quarantine" else [0, 0, 0]
+            else:  # the first had done it, and cannot take it back: all others are tried
+                assert [e.look() for e in order] == [1, 0, 1]
+
+
+def test_a_lease_that_runs_out_while_another_prepares_splits_nothing() -> None:
+    engine, slow = Engine(), Engine()
+
+    def prepare() -> None:
+        threading.Event().wait(0.3)
+
+    slow.applier.prepare = prepare
+    sinks = [DirectSink(engine.receiver, "engine"), DirectSink(slow.receiver, "slow")]
+    with WeightSync(model(1), sinks, bucket_bytes=BUCKET, lease=0.2) as sync:
+        with pytest.raises(RefitError, match="not committed everywhere"):
+            sync.push(1)
+        assert [engine.look(), slow.look()] == [0, 0]
 
 
 def test_an_interrupt_between_two_commits_leaves_no_transaction_open() -> None:
@@ -299,10 +346,8 @@ def test_a_push_that_was_interrupted_anywhere_is_followed_by_one_that_is_not(mod
             sync.push(1)
             refill(source, 2)
             sink.turns = turn
-            try:
+            with suppress(KeyboardInterrupt):
                 sync.push(2)
-            except KeyboardInterrupt:
-                pass
             sink.turns = -1
             assert engine.look() in (1, 2, None) and not engine.mixes
             assert engine.receiver.state != "updating"

@@ -8,28 +8,24 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from convtools.equality.fingerprint import Fingerprint, combine
 from convtools.errors import ConvtoolsError, UsageError, capped
-from convtools.refit.bucket import Ring, checksum
+from convtools.refit.bucket import Ring
 from convtools.refit.errors import PeerError, RefitError
 from convtools.refit.fleet import Fleet
 from convtools.refit.link import Link
-from convtools.refit.protocol import DRAIN, FINGERPRINT_NBYTES, Bucket, InFlight, PartRow
+from convtools.refit.protocol import DRAIN, Bucket, InFlight, PartRow
 from convtools.refit.ranks import steps
-from convtools.refit.ranks.group import DATA, HEADER, RankGroup
-from convtools.refit.ranks.legs import Message
+from convtools.refit.ranks.group import RankGroup
 from convtools.refit.ranks.meeting import TRAINER, meet
-from convtools.refit.ranks.parcels import Head, view_of
 from convtools.refit.ranks.shard_plan import ShardPlan, shard_plans
+from convtools.refit.ranks.shard_sender import ShardSender
 from convtools.refit.ranks.source import RankedSource
-from convtools.refit.ranks.tensors import add_values, check_finite
 from convtools.refit.report import PushReport, SinkReport, VerifyReport, differing
 from convtools.refit.sinks.process_group import GroupChannel
 from convtools.refit.trace import Trace
-from convtools.refit.transaction import packed
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _TINY = 256
 
@@ -70,10 +66,8 @@ class ShardSync:
         met.compare(steps.agreed(self.group, digests))
         self._engines = range(source.group.size, self.group.size)
         source.patience = timeout * (4 + 4 * len(self._engines))
-        source.serve, source.tell_values = self._send, self._told
-        self._values: list[dict[int, Fingerprint]] = [{} for _ in self._plans]
-        self._room: Any = None
-        self._fault: ConvtoolsError | None = None
+        self._sender = ShardSender(source, self.group, self._plans, timeout=timeout, finite=finite)
+        source.serve, source.tell_values = self._sender.send, self._sender.told
         self._slots, self._ring, self._fleets = slots, None, []
         if source.leads:
             self._ring = Ring(_TINY, slots)  # the lead stages nothing: what agrees asks for its slots only
@@ -116,14 +110,14 @@ class ShardSync:
     def _push(self, version: int, force: bool) -> PushReport:
         began = time.perf_counter()
         self._source.begin()
-        self._forget()
+        self._sender.forget()
         try:
             try:
                 for fleet in self._fleets:
                     fleet.open(version, force=force, fingerprints=True)
                 waited = self._stream()
                 prepared = time.perf_counter()
-                for fleet, values in zip(self._fleets, self._gathered(again=False), strict=True):
+                for fleet, values in zip(self._fleets, self._sender.gathered(again=False), strict=True):
                     fleet.prepare(values)
             except BaseException as error:
                 cause = self._cause(error)
@@ -168,7 +162,7 @@ class ShardSync:
             for fleet in self._fleets:
                 if index < len(fleet.plan.buckets):
                     self._announce(fleet, index)
-            self._send(index)
+            self._sender.send(index)
         for fleet in self._fleets:
             (link,) = fleet.links
             while link.consumed < len(fleet.plan.buckets):
@@ -185,99 +179,12 @@ class ShardSync:
         )
         link.send_bucket(question, self._timeout)
 
-    def _messages(self, index: int) -> Iterator[tuple[int, Message]]:
-        """(place of the engine rank, message) of what this rank sends of bucket `index`."""
-        rank = self._source.group.rank
-        for i, plan in enumerate(self._plans):
-            if index < len(plan.plan.buckets) and (message := plan.legs.of(index).get(rank)):
-                yield i, message
-
-    def _send(self, index: int) -> None:
-        """This rank's part of a bucket of every engine rank. Raises PeerError."""
-        if index == 0:
-            self._forget()
-        found = list(self._messages(index))
-        first = self._source.group.rank % len(self._plans)  # not all to the same one at the same time
-        for i, message in sorted(found, key=lambda pair: (pair[0] - first) % len(self._plans)):
-            data = self._staging(message.nbytes)
-            head = self._packed(i, message, index, data)
-            until = time.monotonic() + self._timeout
-            to = self._engines[i]
-            works = [self.group.post(head.pack(), to, HEADER), self.group.post(data, to, DATA)]
-            for work in works:
-                self.group.wait(work, until, f"engine rank {to}")
-
-    def _packed(self, i: int, message: Message, index: int, data: "torch.Tensor") -> Head:
-        view = view_of(data)
-        try:
-            self._source.held.pack(message, data)
-            names = {n: t.name for n, t in enumerate(self._plans[i].plan.tensors)}
-            if self._finite:
-                check_finite(message, view, names)
-            add_values(self._values[i], message, view)
-        except (ConvtoolsError, RuntimeError) as error:  # the engine refuses; the cause is told by `_cause`
-            fault = (
-                error if isinstance(error, ConvtoolsError) else RefitError(f"{type(error).__name__}: {error}")
-            )
-            self._fault = self._fault or fault
-            return Head(index, message.nbytes, b"\0" * 16, failed=True)
-        return Head(index, message.nbytes, checksum(view))
-
-    def _staging(self, nbytes: int) -> "torch.Tensor":
-        import torch
-
-        if self._room is None or len(self._room) < nbytes:
-            self._room = torch.zeros(nbytes, dtype=torch.uint8)
-        room: torch.Tensor = self._room[:nbytes]
-        return room
-
-    def _forget(self) -> None:
-        self._fault, self._values = None, [{} for _ in self._plans]
-
-    def _told(self, again: int) -> None:
-        """A follower's part of an exchange of fingerprints; what is wrong is told by the lead."""
-        try:
-            steps.agreed(self._source.group, lambda: self._own(bool(again)))
-        except ConvtoolsError:
-            if self._source.group.broken:
-                raise
-
-    def _own(self, again: bool) -> bytes:
-        """Fingerprints of what this rank gives of each target's tensors; `again`: read anew."""
-        if again:
-            self._forget()
-            for index in range(max(len(plan.plan.buckets) for plan in self._plans)):
-                for i, message in self._messages(index):
-                    self._packed(i, message, index, self._staging(message.nbytes))
-        fault, self._fault = self._fault, None
-        if fault is not None:
-            raise fault
-        return b"".join(
-            packed(self._values[i].get(n)) for i, plan in enumerate(self._plans)
-            for n in range(len(plan.plan.tensors))
-        )  # fmt: skip
-
-    def _gathered(self, *, again: bool) -> list[list[bytes]]:
-        """By engine rank: the fingerprints of its tensors, from the parts that all ranks gave."""
-        if self._source.group.size > 1:
-            self._source.group.command(steps.VALUES, int(again))
-        said = steps.agreed(self._source.group, lambda: self._own(again))
-        out, at = [], 0
-        for plan in self._plans:
-            values = []
-            for _ in plan.plan.tensors:
-                parts = (int.from_bytes(data[at : at + FINGERPRINT_NBYTES], "little") for data in said)
-                values.append(combine(parts).to_bytes(FINGERPRINT_NBYTES, "little"))
-                at += FINGERPRINT_NBYTES
-            out.append(values)
-        return out
-
     def _cause(self, error: BaseException) -> BaseException:
         """What a rank of the trainer says went wrong there, if one does; else the error itself."""
         if isinstance(error, PeerError) or not isinstance(error, ConvtoolsError):
             return error
         try:
-            self._gathered(again=False)
+            self._sender.gathered(again=False)
         except ConvtoolsError as found:
             return error if self._source.group.broken else found
         return error
@@ -309,7 +216,7 @@ class ShardSync:
     def _verify(self) -> VerifyReport:
         self._source.begin()
         try:
-            wanted = self._gathered(again=True)
+            wanted = self._sender.gathered(again=True)
         finally:
             self._source.end()
         differ: dict[str, tuple[str, ...]] = {}

@@ -5,7 +5,7 @@ talks to the engines, and tells the others bucket by bucket what it needs. They 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from convtools.conversion.plan import Resolver, Target
@@ -29,6 +29,7 @@ from convtools.refit.ranks.holdings import (
     megatron_holdings,
     merge,
 )
+from convtools.refit.ranks.in_step import InStep
 from convtools.refit.ranks.legs import Copy, Legs, Message
 from convtools.refit.ranks.parcels import Parcels
 from convtools.refit.ranks.tensors import HeldTensors, scatter_copy
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 Named = Mapping[str, Any]
 
 
-class RankedSource:
+class RankedSource(InStep):
     """This rank's part of the weights; made on every rank of `group` (None: of the whole job) at once.
 
     `given`: a module, named tensors, or a call that gives either at each push; with `place`, under
@@ -63,7 +64,7 @@ class RankedSource:
         timeout: float = 60.0,
     ) -> None:
         self._given, self._place = given, place
-        self.group = RankGroup(group, timeout)
+        super().__init__(RankGroup(group, timeout))
         self.unchecked = () if replicas else ("replicas",)
         """Guards of the ranks that were switched off."""
         rows = steps.agreed(self.group, lambda: encode_holdings(self._holdings()[0]))
@@ -89,23 +90,13 @@ class RankedSource:
         self._plan: RefitPlan | None = None
         self._legs: Legs | None = None
         self._before_read: Callable[[], None] | None = None
-        self._patience = timeout
         self._held: HeldTensors | None = None
         self._parcels = Parcels(self.group)
         self._messages: Mapping[int, Message] = {}
         self._by_part: dict[int, dict[int, list[tuple[int, Copy]]]] = {}
         self._places: dict[int, list[tuple[int, Copy]]] = {}
-        self._number, self._inside, self._passing = 0, False, False
-        self._mismatch = ""
-        self.serve: Callable[[int], None] = self._serve
-        """A follower's part of a bucket."""
-        self.tell_values: Callable[[int], None] = lambda _: None
-        """Its part of an exchange of fingerprints."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank talks to the sinks."""
-        return self.group.leads
+        self._passing = False
+        self.serve = self._serve
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All but those that repeat another."""
@@ -120,74 +111,8 @@ class RankedSource:
         digests = self.group.exchange(plan.digest)
         if any(digest != plan.digest for digest in digests):
             raise RefitError("the ranks' plans differ", fix="give every rank the same bucket_bytes")
-        self._plan, self._before_read, self._patience = plan, before_read, patience
+        self._plan, self._before_read, self.patience = plan, before_read, patience
         self._legs = Legs(plan, self.resolver, self.merged.holders, None if self.leads else self.group.rank)
-
-    def together(self, what: str, args: Sequence[int | bool | str | None], run: Callable[[], Any]) -> Any:
-        """One call of all ranks: the lead does it, the others serve it; all get its report or its error."""
-        if self._inside:  # a part of another call
-            return run()
-        self._inside, self._mismatch = True, ""
-        self._number += 1
-        call = steps.Call(what, tuple(args), self._patience)
-        try:
-            return self._lead(call, run) if self.leads else self._follow(call)
-        finally:
-            self._inside = False
-            self._end()
-
-    def _lead(self, call: steps.Call, run: Callable[[], Any]) -> Any:
-        outcome: steps.Outcome | None = None
-        try:
-            self.group.command(steps.CALL, payload=steps.encode(call))
-            report = run()
-            outcome = steps.outcome_of(call.what, report)
-            return report
-        except BaseException as error:
-            outcome = steps.Outcome(call.what, failure=steps.failure_of(error))
-            raise
-        finally:
-            self._tell(steps.encode(outcome))
-
-    def _tell(self, word: bytes) -> None:
-        """The outcome, to all; where the group is broken, it is left for them, and they are woken."""
-        try:
-            self.group.command(steps.DONE, payload=word)
-        except RefitError:
-            self.group.last_word(self._number, word)
-            self.group.close()
-
-    def _follow(self, call: steps.Call) -> Any:
-        patience = self.group.timeout
-        try:
-            while True:
-                kind, value, payload = self.group.told(patience, payloads=steps.WITH_PAYLOAD)
-                if kind == steps.CALL:
-                    theirs = steps.decode(payload, steps.Call)
-                    patience = theirs.patience
-                    if (theirs.what, theirs.args) != (call.what, call.args):
-                        self._mismatch = f"rank 0 called {theirs}, rank {self.group.rank} {call}"
-                elif kind == steps.BEGIN:
-                    self._begin_quietly()
-                elif kind == steps.BUCKET:
-                    self.serve(value)
-                elif kind == steps.VALUES:
-                    self.tell_values(value)
-                elif kind == steps.END:
-                    self._end()
-                elif kind == steps.DONE:
-                    return self._outcome(payload)
-        except RefitError:
-            word = self.group.find_last_word(self._number) if self.group.broken else None
-            if word is None:
-                raise
-        return self._outcome(word)
-
-    def _outcome(self, word: bytes) -> Any:
-        report = steps.report_of(steps.decode(word, steps.Outcome))
-        if self._mismatch:
-            raise UsageError("the ranks do different things", found=self._mismatch)
-        return report
 
     def alive(self) -> None:
         """The lead is busy with its sinks: said now and then, so that the others wait on."""
@@ -253,15 +178,6 @@ class RankedSource:
             raise RefitError("no pass over the tensors is open")
         return self._held
 
-    @property
-    def patience(self) -> float:
-        """How long the others wait for the lead's next word."""
-        return self._patience
-
-    @patience.setter
-    def patience(self, seconds: float) -> None:
-        self._patience = seconds
-
     def bucket(self, index: int, planned: PlannedBucket) -> None:
         """Ask every rank that holds some of it. Raises RefitError, PeerError."""
         assert self._legs is not None
@@ -300,7 +216,7 @@ class RankedSource:
                 )
             held.pack(message, to)
 
-        self._parcels.send(index, message.nbytes if message else 0, pack, self._patience)
+        self._parcels.send(index, message.nbytes if message else 0, pack, self.patience)
 
     def end(self) -> None:
         """A pass is over, on all ranks."""

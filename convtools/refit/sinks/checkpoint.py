@@ -172,7 +172,7 @@ class CheckpointApplier:
         if self._dst.is_dir():
             with os.scandir(self._dst) as files:
                 stats = [(file.name, file.stat()) for file in files]
-            now = sorted((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats)
+            now += sorted((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats)
         if self._opened is None or self._opened[0] != now:
             self._opened = (now, open_hf(self._dst))
         return self._opened[1]

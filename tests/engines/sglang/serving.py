@@ -70,6 +70,10 @@ class Server(NamedTuple):
     def version(self) -> str:
         return str(self.ask("/model_info")["weight_version"])
 
+    def step(self) -> int:
+        """The version as a trainer counts."""
+        return 0 if (found := self.version()) == "default" else int(found)
+
 
 @contextmanager
 def serving(model: Path, log: Path, *, tp: int = 1, wait: float = 240) -> Iterator[Server]:

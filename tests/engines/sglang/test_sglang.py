@@ -106,7 +106,7 @@ class TestLlama:
     @pytest.mark.parametrize("killed_at", [1, 3])
     def test_a_killed_trainer(self, server: Server, models: Models, of_b: Snapshot, killed_at: int) -> None:
         """SIGKILL in the middle: nothing is answered until another trainer has pushed all."""
-        at = int(server.version())
+        at = server.step()
         run = trainer(server, models["llama"][0], at + 1, killed_at)
         assert run.returncode == -signal.SIGKILL
         assert server.version().startswith(f"convtools updating {at} to {at + 1} by ")
@@ -118,7 +118,7 @@ class TestLlama:
 
     @pytest.mark.parametrize("policy", ["drain", "abort", "keep"])
     def test_requests_in_flight(self, server: Server, models: Models, of_b: Snapshot, policy: str) -> None:
-        at, answers, length = int(server.version()), [], 400
+        at, answers, length = server.step(), [], 400
         asking = threading.Thread(target=lambda: answers.extend(server.generate(PROMPTS[:1], length)))
         with sync(server, str(models["llama"][1]), policy) as one:
             one._fleet.links[0].refresh(one.plan, one._ring, 60, False)  # what takes time is behind us
@@ -143,7 +143,8 @@ class TestLlama:
 
     def test_requests_that_do_not_end_in_time(self, server: Server, models: Models, of_b: Snapshot) -> None:
         """The push is refused, nothing was touched, and the request ends as if nothing had been."""
-        at, answers = int(server.version()), []
+        at, answers = server.step() + 1, []
+        pushed(server, models["llama"][1], at)
         asking = threading.Thread(target=lambda: answers.extend(server.generate(PROMPTS[:1], 480)))
         with sync(server, str(models["llama"][0]), drain=0.1) as one:
             one._fleet.links[0].refresh(one.plan, one._ring, 60, False)
@@ -225,7 +226,7 @@ class TestNemotron:
             said = logits.float().log_softmax(-1)
             theirs = said.gather(1, torch.tensor(tokens)[:, None])[:, 0]
             assert (said.max(-1).values - theirs).max() < 0.3
-            assert (theirs - torch.tensor(logprobs)).abs().mean() < 0.15
+            assert (theirs - torch.tensor(logprobs)).abs().mean() < 0.1
             exact += int((said.argmax(-1) == torch.tensor(tokens)).sum())
         assert exact >= len(PROMPTS) * NEW_TOKENS - 4
 

@@ -99,4 +99,5 @@ def test_a_server(checkpoint: Callable[[str, str], Path], fresh: Callable[..., A
         for route in ("/collective_rpc", "/init_weight_transfer_engine", "/pause"):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 server.post(route, {})
-            assert refused.value.code == 404
+            with refused.value as error:
+                assert error.code == 404
