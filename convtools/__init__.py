@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from convtools.errors import ConvtoolsError
     from convtools.inspection import Inspection, inspect
     from convtools.refit.load import load_into
+    from convtools.refit.sinks.url import connect
+    from convtools.refit.sync import WeightSync
     from convtools.slicing.build import slice_checkpoint
     from convtools.slicing.options import SliceOptions
     from convtools.slicing.report import SliceReport
@@ -34,7 +36,9 @@ _HOME = {
     "Shards": "convtools.equality.live",
     "SliceOptions": "convtools.slicing.options",
     "SliceReport": "convtools.slicing.report",
+    "WeightSync": "convtools.refit.sync",
     "compare": "convtools.equality.compare",
+    "connect": "convtools.refit.sinks.url",
     "convert": "convtools.conversion.api",
     "fingerprint": "convtools.equality.fingerprint_store",
     "inspect": "convtools.inspection",
@@ -46,7 +50,7 @@ _HOME = {
 
 __all__ = [
     "CompareOptions", "Comparison", "ConvtoolsError", "Inspection", "Options", "Report", "Shards",
-    "SliceOptions", "SliceReport", "compare", "convert", "fingerprint", "inspect", "load_into", "open_source",
+    "SliceOptions", "SliceReport", "WeightSync", "compare", "connect", "convert", "fingerprint", "inspect", "load_into", "open_source",
     "slice_checkpoint", "verify_slice",
 ]  # fmt: skip
 __version__ = "0.1.0"
