@@ -50,8 +50,8 @@ _HOME = {
 
 __all__ = [
     "CompareOptions", "Comparison", "ConvtoolsError", "Inspection", "Options", "Report", "Shards",
-    "SliceOptions", "SliceReport", "WeightSync", "compare", "connect", "convert", "fingerprint", "inspect", "load_into", "open_source",
-    "slice_checkpoint", "verify_slice",
+    "SliceOptions", "SliceReport", "WeightSync", "compare", "connect", "convert", "fingerprint",
+    "inspect", "load_into", "open_source", "slice_checkpoint", "verify_slice",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
