@@ -22,7 +22,6 @@ Copy = Callable[["Bytes", "Bytes"], None]
 """How bytes get to a destination: (to, from)."""
 
 SHADOW, UNDO, QUARANTINE = "shadow", "undo", "quarantine"
-_STEP = 1 << 18
 
 
 class Applier(Protocol):
@@ -99,6 +98,10 @@ class _OverWeights:
         """Its live bytes."""
         return self._weights.buffer(tensor.name)
 
+    def settle(self) -> None:
+        """Wait until all that was written is there: a device does it later."""
+        self._weights.settle()
+
     def _own(self, name: str) -> str:
         return self._weights.aliases().get(name, name)
 
@@ -126,12 +129,10 @@ class ShadowApplier(_OverWeights):
 
     def begin(self, plan: RefitPlan) -> None:
         """Make the copies' memory, the first time."""
-        import numpy as np
-
         self._before, self._exchanged, self._torn = None, [], False
         for name in {self._own(t.name) for t in plan.tensors}:
             if name not in self._shadows:
-                self._shadows[name] = np.zeros(self._weights.tensors()[name].nbytes, "u1")
+                self._shadows[name] = self._weights.zeros(self._weights.tensors()[name].nbytes)
 
     def write(self, tensor: Tensor, start: int, data: "Bytes", copy: Copy | None = None) -> "Bytes":
         """Into the copy."""
@@ -148,17 +149,20 @@ class ShadowApplier(_OverWeights):
             self._shadows = before
             return
         # The tensors' addresses stay: their bytes change places with the copies'.
+        self.settle()
         for name, live in before.items():
             self._exchange(live, self._shadows[name])
+        self.settle()
 
     def _exchange(self, live: "Bytes", shadow: "Bytes") -> None:
         """Two buffers change contents, a cache's worth at a time; what was done can be taken back."""
-        for at in range(0, len(live), _STEP):
-            a, b = live[at : at + _STEP], shadow[at : at + _STEP]
-            kept = a.copy()
+        step = self._weights.step
+        for at in range(0, len(live), step):
+            a, b = live[at : at + step], shadow[at : at + step]
+            kept = self._weights.copied(a)
             self._torn = True
             a[:], b[:] = b, kept
-            self._exchanged.append((live[: at + _STEP], shadow[: at + _STEP]))
+            self._exchanged.append((live[: at + step], shadow[: at + step]))
             if at:
                 del self._exchanged[-2]
             self._torn = False
@@ -182,6 +186,7 @@ class ShadowApplier(_OverWeights):
         for live, shadow in done:
             self._exchange(live, shadow)
         self._exchanged = []
+        self.settle()
         return True
 
     def pending(self, tensor: Tensor) -> "Bytes | None":
@@ -221,12 +226,11 @@ class InPlaceApplier(_OverWeights):
 
     def begin(self, plan: RefitPlan) -> None:
         """Make the log's memory, the first time."""
-        import numpy as np
-
+        self.settle()  # requests have left, and what they asked of a device is done
         self._log, self._wrote = [], False
         for tensor in plan.tensors if self.mode == UNDO else ():
             if tensor.name not in self._kept:
-                self._kept[tensor.name] = np.zeros(tensor.nbytes, "u1")
+                self._kept[tensor.name] = self._weights.host_zeros(tensor.nbytes)
 
     def write(self, tensor: Tensor, start: int, data: "Bytes", copy: Copy | None = None) -> "Bytes":
         """Into the tensor itself, after its old bytes were kept."""
@@ -254,6 +258,7 @@ class InPlaceApplier(_OverWeights):
         while self._log:
             live, kept = self._log.pop()
             live[:] = kept
+        self.settle()
         return True
 
     def pending(self, tensor: Tensor) -> "Bytes | None":

@@ -9,13 +9,16 @@ import mmap
 import os
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import xxhash
 
 from convtools.errors import UsageError
 from convtools.refit.errors import PeerError, RefitError
 from convtools.refit.plan import ALIGN
+
+if TYPE_CHECKING:
+    from convtools.refit.protocol import DeviceRow
 
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python 3.11 has no name for it
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
@@ -46,8 +49,34 @@ def checksum(data: memoryview) -> bytes:
 class Slots(Protocol):
     """The buffers that buckets arrive in."""
 
-    def slot(self, i: int, nbytes: int) -> memoryview:
-        """The bytes of one. Raises RefitError outside of them."""
+    def slot(self, i: int, nbytes: int) -> Any:
+        """The bytes of one: a memoryview, or a torch tensor. Raises RefitError outside of them."""
+
+
+class Equal(Protocol):
+    """Buffers of one size."""
+
+    bucket_bytes: int
+    slots: int
+
+
+def check_slot(ring: Equal, i: int, nbytes: int) -> None:
+    """Raises RefitError where there is no such buffer."""
+    if not (0 <= i < ring.slots and 0 <= nbytes <= ring.bucket_bytes):
+        raise RefitError(
+            "a bucket lies outside of the ring",
+            expected=f"{ring.slots} buffers of {ring.bucket_bytes} bytes",
+            found=f"{nbytes} bytes of buffer {i}",
+        )
+
+
+def check_ring(bucket_bytes: int, slots: int, least: int) -> None:
+    """Raises UsageError for sizes that cannot be."""
+    if slots < least or bucket_bytes <= 0 or bucket_bytes % ALIGN or bucket_bytes * slots > MAX_STAGING:
+        raise UsageError(
+            f"no ring of {slots} buckets of {bucket_bytes} bytes",
+            expected=f"at least {least}, of a multiple of {ALIGN} bytes, {MAX_STAGING} in all",
+        )
 
 
 class _Slots:
@@ -63,12 +92,7 @@ class _Slots:
 
     def slot(self, i: int, nbytes: int) -> memoryview:
         """The first `nbytes` of buffer `i`. Raises RefitError where there is no such buffer."""
-        if not (0 <= i < self.slots and 0 <= nbytes <= self.bucket_bytes):
-            raise RefitError(
-                "a bucket lies outside of the ring",
-                expected=f"{self.slots} buffers of {self.bucket_bytes} bytes",
-                found=f"{nbytes} bytes of buffer {i}",
-            )
+        check_slot(self, i, nbytes)
         return self._view[i * self.bucket_bytes : i * self.bucket_bytes + nbytes]
 
     @property
@@ -96,19 +120,12 @@ class Ring(_Slots):
 
     least = 2
     """Fewer buffers are refused: one is filled while another is consumed."""
+    device: Any = None
+    """Where it lies, if not in memory of the CPU: a `DeviceMemory`."""
 
     def __init__(self, bucket_bytes: int, slots: int = 2) -> None:
         """Raises UsageError for sizes that cannot be, RefitError where there is no memory for it."""
-        if (
-            slots < self.least
-            or bucket_bytes <= 0
-            or bucket_bytes % ALIGN
-            or bucket_bytes * slots > MAX_STAGING
-        ):
-            raise UsageError(
-                f"no ring of {slots} buckets of {bucket_bytes} bytes",
-                expected=f"at least {self.least}, of a multiple of {ALIGN} bytes, {MAX_STAGING} in all",
-            )
+        check_ring(bucket_bytes, slots, self.least)
         self.fd = -1
         try:
             self.fd = os.memfd_create("convtools-refit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -120,6 +137,10 @@ class Ring(_Slots):
             self._close_fd()
             raise RefitError(f"no memory for the staging buffers: {error.strerror}") from None
         super().__init__(mapping, bucket_bytes, slots)
+
+    def export(self) -> "DeviceRow | None":
+        """What a reader must know beside the descriptor."""
+        return None
 
     @property
     def ahead(self) -> int:

@@ -68,6 +68,8 @@ class Fleet:
 
     def join(self, sink: Sink) -> None:
         """One more. Raises UsageError."""
+        if self.ring.device is not None and not getattr(sink, "devices", False):
+            raise UsageError(f"{tick(sink.name)} takes no buckets on a device", fix="leave `device` out")
         if any(link.name == sink.name for link in self.links):
             raise UsageError("two sinks have one name", found=tick(sink.name))
         self.links.append(Link(sink))

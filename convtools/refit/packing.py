@@ -1,7 +1,7 @@
 """One pass over the source: each part into its bucket, looked at while it is still in the cache."""
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from convtools.equality.fingerprint import Fingerprint
 from convtools.equality.one_pass import NO_FLOATS, copy_and_look
@@ -9,7 +9,7 @@ from convtools.errors import tick
 from convtools.refit.bucket import Mark, Unmarked
 from convtools.refit.errors import RefitError
 from convtools.refit.guard import floats_of
-from convtools.refit.plan import Part, PlannedBucket, RefitPlan
+from convtools.refit.plan import Part, PlannedBucket, RefitPlan, Tensor
 from convtools.refit.source import PushSource
 from convtools.refit.transaction import packed
 from convtools.stores.base import DTYPE_NBYTES
@@ -36,7 +36,7 @@ class Packer:
         self.gather_seconds = self.pack_seconds = self.wait_seconds = 0.0
 
     def pack(
-        self, index: int, bucket: PlannedBucket, data: memoryview, canaries: frozenset[int] = frozenset()
+        self, index: int, bucket: PlannedBucket, data: Any, canaries: frozenset[int] = frozenset()
     ) -> bytes:
         """Fill a bucket; gives its xxh3-128, or zeros. Raises RefitError for NaN and infinity, by tensor.
 
@@ -87,15 +87,23 @@ class Packer:
     def _look(self, i: int, start: int, data: "Buffer", to: memoryview | None) -> None:
         """Copy a run of a tensor, unless it lies there already, and look at it."""
         tensor = self._plan.tensors[i]
-        value = self._values.setdefault(i, Fingerprint()) if self._wanted else None
+        value = self._value(i) if self._wanted else None
         floats = floats_of(tensor.dtype) if self._finite else NO_FLOATS
         if not copy_and_look(to, data, start, value, floats):
-            size = DTYPE_NBYTES[tensor.dtype]
-            raise RefitError(
-                f"{tick(tensor.name)} holds NaN or infinity",
-                where=f"{memoryview(data).nbytes // size} elements from {start // size} on",
-                fix="look at the training step; to push it all the same, finite=False",
-            )
+            raise self._not_finite(tensor, start, memoryview(data).nbytes)
+
+    def _value(self, i: int) -> Fingerprint:
+        """Of a tensor, as far as it was packed."""
+        return self._values.setdefault(i, Fingerprint())
+
+    @staticmethod
+    def _not_finite(tensor: Tensor, start: int, nbytes: int) -> RefitError:
+        size = DTYPE_NBYTES[tensor.dtype]
+        return RefitError(
+            f"{tick(tensor.name)} holds NaN or infinity",
+            where=f"{nbytes // size} elements from {start // size} on",
+            fix="look at the training step; to push it all the same, finite=False",
+        )
 
 
 def canary_in(view: memoryview, dtype: str) -> int:

@@ -71,6 +71,18 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
+class DeviceRow(Struct, array_like=True, frozen=True):
+    """Where a ring lies that is on a device: all of it of fixed width, and nothing that could be called."""
+
+    kind: Annotated[str, Meta(pattern="^(cuda|host)$")]
+    device: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """Its UUID."""
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    process: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """Of the trainer: no process opens its own memory."""
+
+
 class Agree(_Message, frozen=True):
     """What will be sent; the ring's descriptor comes with it. `protocol` must be `PROTOCOL`."""
 
@@ -81,6 +93,8 @@ class Agree(_Message, frozen=True):
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     windows: bool = False
     """Whether the ring is the tensors' own memory, and bucket `i` its window `i`."""
+    device: DeviceRow | None = None
+    """Where the ring lies on a device; without it, it is the descriptor's memory."""
 
 
 class Agreed(_Message, frozen=True):
@@ -122,7 +136,7 @@ class Opened(_Message, frozen=True):
 
 
 class Bucket(_Message, frozen=True):
-    """A filled bucket of the ring: which slot, its bytes' xxh3-128, what lies in it."""
+    """A filled bucket of the ring: which slot, its bytes' xxh3-128 or a device's mark, what lies in it."""
 
     token: Token
     attempt: Attempt

@@ -7,6 +7,7 @@ from convtools.equality.fingerprint import Fingerprint
 from convtools.errors import tick
 from convtools.refit.applier import Applier
 from convtools.refit.errors import RefitError
+from convtools.refit.looking import look
 from convtools.refit.plan import RefitPlan, Tensor
 from convtools.refit.protocol import Digest, Digests, Listed, TensorRow, WeakRow, wire_text
 from convtools.refit.transaction import packed
@@ -31,7 +32,7 @@ def fingerprints_of(
         data = read(tensor)
         if data is not None:
             value = Fingerprint()
-            value.add(0, data.data)
+            look(value, 0, data)
             found.append(packed(value))
             continue
         if tensor.name not in received:

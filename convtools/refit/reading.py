@@ -20,8 +20,9 @@ def reading(
     finite: bool,
     fingerprints: bool,
     checksums: bool,
+    packs: Callable[..., Packer] = Packer,
 ) -> Iterator[Packer]:
-    """Gives what packs buckets.
+    """Gives what packs buckets, made by `packs`.
 
     `busy` is held while it lasts, also while `before` waits for the tensors; None inside of another pass.
     Raises UsageError where another pass is under way, and what `before` and the source raise.
@@ -32,7 +33,7 @@ def reading(
             if busy is not None and before is not None:
                 before()
             source.begin()
-            yield Packer(source, plan, finite=finite, fingerprints=fingerprints, checksums=checksums)
+            yield packs(source, plan, finite=finite, fingerprints=fingerprints, checksums=checksums)
         finally:
             source.end()
 

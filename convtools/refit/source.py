@@ -116,7 +116,7 @@ class LiveSource:
         if self._last[0] == name:
             return self._last[1]
         tensor = self._now[name]
-        flat = flat_bytes(name, tensor)
+        flat = self._flat(name, tensor)
         if flat is None:
             if hasattr(tensor, "data_ptr"):
                 flat = flat_bytes(name, tensor.detach().resolve_conj().resolve_neg().contiguous().cpu())
@@ -124,6 +124,9 @@ class LiveSource:
                 flat = flat_bytes(name, tensor.copy(order="C"))
         self._last = (name, flat)
         return flat
+
+    def _flat(self, name: str, tensor: Any) -> Any:
+        return flat_bytes(name, tensor)
 
     def bucket(self, index: int, planned: PlannedBucket) -> None:
         """Nothing to do: all of it is here."""
@@ -259,10 +262,11 @@ class SideSource:
         self._reader = self._plain = None
 
 
-def open_push_source(given: Any, tied: Mapping[str, str] | None = None) -> PushSource:
+def open_push_source(given: Any, tied: Mapping[str, str] | None = None, device: Any = None) -> PushSource:
     """Named tensors, a module, a call that gives them, `Shards`, or a checkpoint's path, opened to push.
 
-    A source of one's own is taken as it is. Raises what `open_side` raises, and UsageError.
+    A source of one's own is taken as it is. With a `device`, tensors in memory are read where they lie.
+    Raises what `open_side` raises, and UsageError.
     """
     if hasattr(given, "fill") and hasattr(given, "leads"):
         own: PushSource = given
@@ -273,4 +277,8 @@ def open_push_source(given: Any, tied: Mapping[str, str] | None = None) -> PushS
         callable(given) or named_tensors(given) is not None
     ):
         return SideSource(open_side(given))
+    if device is not None:
+        from convtools.refit.device.source import DeviceSource
+
+        return DeviceSource(given, tied or {})
     return LiveSource(given, tied or {})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from convtools.errors import ConvtoolsError, UsageError
 from convtools.refit.arena import Arena
@@ -29,13 +29,14 @@ from convtools.refit.report import CheckReport, PushReport, SinkReport, VerifyRe
 from convtools.refit.selftest import IN_PLACE, SelfTest
 from convtools.refit.sinks.base import Sink
 from convtools.refit.source import PushSource, open_push_source
+from convtools.refit.staging import staged
 from convtools.refit.trace import Trace
 
 _Report = TypeVar("_Report")
 BUCKET_BYTES = 8 << 20  # what one side wrote is still in the cache when the other reads it
 
 
-class WeightSync:
+class WeightSync(AbstractContextManager["WeightSync"]):
     """Pushes a source's weights into sinks, all or nothing.
 
     `source`: named tensors, a module, a call that gives them, `Shards`, or a checkpoint's path. `tied`
@@ -55,6 +56,8 @@ class WeightSync:
 
     With an `Arena` as the source nothing is packed, and `bucket_bytes` and `slots` do not count: engines read
     the trainer's own tensors, window by window.
+
+    With a `device`, such as `cuda`, buckets lie there, and the engines must be on the same one.
 
     With a `RankedSource` every rank makes one and calls `push`, `verify` and `check` in step; the sinks are
     those of the rank that leads, and the report, or the error, is the same on all.
@@ -79,10 +82,11 @@ class WeightSync:
         base: Callable[[int], Any] | None = None,
         trace: str | os.PathLike[str] | None = None,
         progress: Callable[[int], None] | None = None,
+        device: Any = None,
     ) -> None:
         """Raises UsageError, RefitError, and what opening the source raises."""
         listed = list(sinks)
-        self._source = open_push_source(source, tied)
+        self._source = open_push_source(source, tied, device)
         if not listed and self._source.leads:
             raise UsageError("a push needs a sink at least")
         self._timeout, self._base, self._before_read = timeout, base, before_read
@@ -99,7 +103,7 @@ class WeightSync:
             progress = partial(self._ranks.progress, said)
         elif before_read is None:
             self._before_read = partial(check_gathered, source)
-        self._ring = Ring(bucket_bytes, slots) if self._arena is None else self._arena
+        self._ring, self._packs = staged(source, bucket_bytes, slots, device)
         with ExitStack() as made:
             made.callback(nullcontext if self._arena is not None else self._ring.close)
             self._trace = Trace(trace)
@@ -153,7 +157,7 @@ class WeightSync:
         return reading(
             inside or self._source, self.plan, None if inside else self._busy, self._before_read,
             finite=finite and self._finite, fingerprints=fingerprints or self._fingerprints,
-            checksums=self._checksums,
+            checksums=self._checksums, packs=self._packs,
         )  # fmt: skip
 
     def _push(self, version: int, force: bool) -> PushReport:
@@ -250,10 +254,7 @@ class WeightSync:
         self._fleet.close()
         if self._arena is None:
             self._ring.close()
-        self._trace.close()
-
-    def __enter__(self) -> Self:
-        return self
+        self._trace.close()  # last: it may raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -263,8 +264,8 @@ class WeightSync:
     def _report(
         self, version: int, packer: Packer, seconds: float, prepared: float, changed: int | None
     ) -> PushReport:
-        off = {"finite": self._finite, "fingerprints": self._fingerprints, "checksums": self._checksums}
-        off["flush"] = self._flush
+        off = {"finite": self._finite, "fingerprints": self._fingerprints, "checksums": self._checksums,
+               "flush": self._flush}  # fmt: skip
         return PushReport(
             version, len(self.plan.tensors), len(self.plan.buckets), self.plan.nbytes,
             self._ring.staging_bytes, seconds, packer.gather_seconds, packer.pack_seconds,

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from convtools.equality.fingerprint import Fingerprint
-from convtools.equality.one_pass import copy_and_look
 from convtools.errors import capped, tick
 from convtools.refit.applier import Applier
-from convtools.refit.bucket import checksum
 from convtools.refit.coverage import Coverage
 from convtools.refit.errors import RefitError
+from convtools.refit.looking import bytes_of, copy_into, look, mark_of
 from convtools.refit.plan import RefitPlan
 from convtools.refit.protocol import DRAIN, FINGERPRINT_NBYTES, Bucket, Open, PartRow
 from convtools.stores.base import DTYPE_NBYTES
@@ -45,23 +44,24 @@ class Transaction:
     checksums: bool = True
     prepared: bool = False
 
-    def consume(self, bucket: Bucket, data: memoryview, applier: Applier, aliases: Mapping[str, str]) -> None:
+    def consume(self, bucket: Bucket, data: Any, applier: Applier, aliases: Mapping[str, str]) -> None:
         """Check a bucket, then apply it. Raises RefitError, before the first byte is written, for a lie."""
-        import numpy as np
-
         if bucket.index in self.seen or bucket.index >= len(self.plan.buckets):
             raise RefitError(f"bucket {bucket.index} is out of turn")
         for part in bucket.parts:
             _check_part(self.plan, part, bucket.nbytes)
         _check_apart(bucket.parts)
-        if self.checksums and checksum(data) != bucket.checksum:
+        if self.checksums and mark_of(data, bucket.parts) != bucket.checksum:
             raise RefitError(f"bucket {bucket.index} was altered on its way")
         for part in bucket.parts:
             self.coverage.add(part.tensor, part.start, part.start + part.nbytes)
         self.seen.add(bucket.index)
-        array, tied = np.frombuffer(data, "u1"), _tied(aliases)
+        array, tied = bytes_of(data), _tied(aliases)
         for part in bucket.parts:
             self._write(part, array[part.offset : part.offset + part.nbytes], applier, tied)
+        settle: Callable[[], None] | None = getattr(applier, "settle", None)
+        if settle is not None:  # the slot is filled again once this bucket is acknowledged
+            settle()
 
     def _write(
         self, part: PartRow, data: "np.ndarray[Any, Any]", applier: Applier, tied: frozenset[str]
@@ -71,13 +71,13 @@ class Transaction:
             value = self.values.setdefault(part.tensor, Fingerprint())
         if getattr(applier, "copies", False):
             copying: Callable[..., object] = applier.write
-            copying(tensor, part.start, data, lambda to, of: copy_and_look(to, of, part.start, value))
+            copying(tensor, part.start, data, lambda to, of: copy_into(to, of, part.start, value))
             return
         step = _STEP if value is not None else part.nbytes
         for at in range(0, part.nbytes, step):
             lies = applier.write(tensor, part.start + at, data[at : at + step])
             if value is not None:  # of the bytes where they lie now, not of those in the bucket
-                value.add(part.start + at, lies.data)
+                look(value, part.start + at, lies)
 
     def received(self) -> dict[str, bytes]:
         """Fingerprints of the bytes as they came, by tensor, where they were taken."""

@@ -28,20 +28,37 @@ class Weights(Protocol):
     def adopt(self, buffers: "Mapping[str, Bytes]") -> None:
         """Serve these bytes from now on, all of them; nobody reads meanwhile."""
 
+    step: int
+    """Bytes that change places at once."""
+
+    def zeros(self, nbytes: int) -> "Bytes":
+        """New memory where the tensors lie."""
+
+    def host_zeros(self, nbytes: int) -> "Bytes":
+        """New memory of the host."""
+
+    def copied(self, data: "Bytes") -> "Bytes":
+        """A copy where the tensors lie."""
+
+    def settle(self) -> None:
+        """Wait until all that was written is there."""
+
 
 class TensorWeights:
     """Named torch tensors or numpy arrays in the memory of the CPU; their addresses never change."""
 
+    step = 1 << 18
+
     def __init__(self, named: Mapping[str, Any]) -> None:
         """Raises UsageError, naming the tensor, for what is not contiguous, or no tensor, or overlaps."""
-        self._bytes = {name: writable_bytes(name, tensor) for name, tensor in named.items()}
+        self._bytes = {name: self._flat(name, tensor) for name, tensor in named.items()}
         self._tensors = {name: described(name, tensor) for name, tensor in named.items()}
         first: dict[tuple[int, int], str] = {}
         self._aliases: dict[str, str] = {}
         for name, data in self._bytes.items():
-            if not data.size:
+            if not len(data):
                 continue
-            of = first.setdefault((data.__array_interface__["data"][0], data.size), name)
+            of = first.setdefault((self._address(data), len(data)), name)
             if of != name:
                 self._aliases[name] = of
         _check_apart(first)
@@ -62,6 +79,29 @@ class TensorWeights:
         """Copy them to where the tensors lie."""
         for name, data in buffers.items():
             self._bytes[name][:] = data
+
+    def zeros(self, nbytes: int) -> "Bytes":
+        """In the memory of the CPU."""
+        import numpy as np
+
+        return np.zeros(nbytes, "u1")
+
+    def host_zeros(self, nbytes: int) -> "Bytes":
+        """The same."""
+        return self.zeros(nbytes)
+
+    def copied(self, data: "Bytes") -> "Bytes":
+        """A copy."""
+        return data.copy()
+
+    def settle(self) -> None:
+        """It is there at once."""
+
+    def _flat(self, name: str, tensor: Any) -> "Bytes":
+        return writable_bytes(name, tensor)
+
+    def _address(self, data: "Bytes") -> int:
+        return int(data.__array_interface__["data"][0])
 
 
 class SwappedWeights(TensorWeights):

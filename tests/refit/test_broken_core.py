@@ -12,10 +12,19 @@ import pytest
 from convtools.errors import StorageError, UsageError
 from convtools.refit.applier import ShadowApplier
 from convtools.refit.channels.local_memory import Server
-from convtools.refit.errors import NotServing, RefitError
+from convtools.refit.errors import FrameError, NotServing, RefitError
 from convtools.refit.gate import Gate
 from convtools.refit.plan import MAX_PARTS, Tensor, make_plan
-from convtools.refit.protocol import POISONED, Agreed, Opened, Refused
+from convtools.refit.protocol import (
+    POISONED,
+    Agreed,
+    Digest,
+    Digests,
+    Opened,
+    Refused,
+    decode_answer,
+    encode,
+)  # fmt: skip
 from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import DirectSink
 from convtools.refit.sinks.local import LocalSink
@@ -387,3 +396,25 @@ def test_a_bucket_has_no_more_parts_than_a_frame_may_name(tmp_path: Path) -> Non
         ) as sync,
     ):
         assert sync.push(1).buckets == 300 and sync.verify().equal
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"token": 2**64 - 1}, {"token": -1}, {"version": -2}, {"state": "fine"}, {"mode": "x" * 65},
+     {"undo_bytes": -1}, {"incarnation": "\x1b" * 99}],
+)  # fmt: skip
+def test_an_engine_that_lies_about_itself_is_hung_up_on(lie: dict[str, Any]) -> None:
+    told = {
+        "digest": bytes(32), "state": "clean", "version": 0, "token": 0, "incarnation": "a", "mode": "shadow",
+        "undo_bytes": 0,
+    }  # fmt: skip
+    assert decode_answer(encode(Agreed(**told))) == Agreed(**told)  # type: ignore[arg-type]
+    with pytest.raises(FrameError, match="not of the schema"):
+        decode_answer(encode(Agreed(**(told | lie))))
+
+
+def test_no_more_digests_are_asked_for_than_there_are_tensors() -> None:
+    trainer = Trainer(Engine())
+    trainer.agree()
+    assert isinstance(trainer.say(Digest([0] * 7)), Digests)
+    assert isinstance(trainer.say(Digest([0] * 8)), Refused)

@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import time
+from contextlib import suppress
 
 from convtools.refit.errors import FrameError, PeerError
 from convtools.refit.framing import HEADER_NBYTES, Framing
@@ -75,6 +76,27 @@ class Connection:
     def take_fd(self) -> int | None:
         """The descriptor that came with the last frame; it is the caller's to close."""
         return self._fds.pop() if self._fds else None
+
+    def finish(self) -> None:
+        """Say that nothing more comes; the peer answers by closing, once it has let go of everything."""
+        with suppress(OSError):  # it has gone already
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def ended(self, timeout: float) -> bool:
+        """Whether the peer has closed within `timeout`, after which this end is closed too."""
+        until = time.monotonic() + timeout
+        while self.ready(until - time.monotonic()):
+            try:
+                said, fds, _, _ = socket.recv_fds(self._sock, 1 << 16, MAX_FDS)
+                self._fds += fds
+            except BlockingIOError:
+                continue
+            except OSError:
+                said = b""
+            if not said:
+                self.close()
+                return True
+        return False
 
     def close(self) -> None:
         """Close the socket, and every descriptor that nobody took."""

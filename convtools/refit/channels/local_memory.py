@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from convtools.refit.bucket import RingView
 from convtools.refit.channels.connection import Connection, accept_peer, dial_peer
+from convtools.refit.device.memory import DeviceMemory, memory_of
+from convtools.refit.device.ring import DeviceView, open_view
 from convtools.refit.errors import FrameError, PeerError, RefitError
 from convtools.refit.framing import MAX_FRAME
 from convtools.refit.protocol import Agree, decode_question, encode
@@ -122,10 +124,21 @@ class Server:
     """
 
     def __init__(
-        self, receiver: Receiver, directory: str | os.PathLike[str], *, frame_timeout: float = 10.0
+        self,
+        receiver: Receiver,
+        directory: str | os.PathLike[str],
+        *,
+        frame_timeout: float = 10.0,
+        device: Any = None,
     ) -> None:
-        """Raises PeerError where the directory is not ours alone, or another engine listens there."""
+        """`device`: where buckets may lie too, such as `cuda:0`.
+
+        Raises PeerError where the directory is not ours alone, or another engine listens there, and
+        UsageError where there is no such device.
+        """
         self._receiver, self._frame_timeout = receiver, frame_timeout
+        self.device: DeviceMemory | None = None if device is None else memory_of(device)
+        """Memory that trainers may pass."""
         self._stop = threading.Event()
         self._threads: set[threading.Thread] = set()
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -198,7 +211,7 @@ class Server:
         except (PeerError, OSError):
             sock.close()
             return
-        serve(connection, self._receiver, self._stop, self._frame_timeout)
+        serve(connection, self._receiver, self._stop, self._frame_timeout, self.device)
 
     def close(self) -> None:
         """Stop listening; end every connection and so every transaction; remove socket and key."""
@@ -221,9 +234,16 @@ class Server:
         self.close()
 
 
-def serve(connection: Connection, receiver: Receiver, stop: threading.Event, frame_timeout: float) -> None:
+def serve(
+    connection: Connection,
+    receiver: Receiver,
+    stop: threading.Event,
+    frame_timeout: float,
+    device: DeviceMemory | None = None,
+) -> None:
     """Answer one peer until it goes, misbehaves or `stop` is set; closes the connection."""
-    owner, ring = object(), None
+    owner = object()
+    ring: RingView | DeviceView | None = None
     try:
         while not stop.is_set():
             if not connection.ready(_TICK):
@@ -233,15 +253,15 @@ def serve(connection: Connection, receiver: Receiver, stop: threading.Event, fra
             message = decode_question(connection.receive(frame_timeout, MAX_FRAME))
             fd = connection.take_fd()
             if isinstance(message, Agree):
-                if fd is None:
+                if fd is None and message.device is None:
                     raise FrameError("no ring came with the plan")
                 if ring is not None:
                     receiver.lost(owner)  # its buckets lie in the old one
                     ring.close()
                     ring = None
                 try:
-                    ring = RingView(fd, message.bucket_bytes, message.slots)
-                except PeerError as error:
+                    ring = _view(message, fd, device)
+                except RefitError as error:
                     connection.send(encode(receiver.refusal(str(error))), frame_timeout)
                     raise
             elif fd is not None:
@@ -257,6 +277,14 @@ def serve(connection: Connection, receiver: Receiver, stop: threading.Event, fra
         if ring is not None:
             ring.close()
         connection.close()
+
+
+def _view(message: Agree, fd: int | None, device: DeviceMemory | None) -> RingView | DeviceView:
+    """The trainer's ring, opened; takes `fd`. Raises RefitError."""
+    if message.device is not None:
+        return open_view(message, message.device, fd, device)
+    assert fd is not None
+    return RingView(fd, message.bucket_bytes, message.slots)
 
 
 __all__ = ["Server", "dial", "make_key", "private_directory", "read_key", "serve"]

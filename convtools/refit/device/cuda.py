@@ -7,14 +7,11 @@ memory, which cannot be exported so, have no part in them, and a handle shows no
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from convtools.errors import UsageError
 from convtools.refit.device.memory import CUDA, HANDLE_NBYTES, ID_NBYTES, Block, Counts
 from convtools.refit.errors import PeerError, RefitError
-
-if TYPE_CHECKING:
-    import torch
 
 _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
@@ -167,7 +164,7 @@ class CudaMemory:
     def _block(self, address: int, nbytes: int) -> Block:
         import torch
 
-        tensor: torch.Tensor = torch.as_tensor(_OnDevice(address, nbytes), device=self._device)
+        tensor = torch.as_tensor(_OnDevice(address, nbytes), device=self._device)
         if tensor.data_ptr() != address:
             raise RefitError("torch copied the staging memory instead of using it")
         return Block(tensor, address)

@@ -7,13 +7,15 @@ device anyway; a bucket of the same parts has the same mark wherever it lies.
 import hashlib
 import struct
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from convtools.equality.fingerprint import Fingerprint
 from convtools.equality.fingerprint_torch import tensor_value
 from convtools.equality.one_pass import Floats
 from convtools.layout.plan import Move
 from convtools.refit.device.memory import as_tensor
+from convtools.refit.plan import Part
+from convtools.refit.protocol import PartRow
 
 if TYPE_CHECKING:
     import torch
@@ -22,25 +24,12 @@ _PART = struct.Struct("<4Q16s")
 _PIECE = 32 << 20  # bytes that are searched at once
 
 
-class PartLike(Protocol):
-    """Where a run of a tensor lies in a bucket."""
-
-    @property
-    def tensor(self) -> int: ...  # noqa: D102
-    @property
-    def start(self) -> int: ...  # noqa: D102
-    @property
-    def nbytes(self) -> int: ...  # noqa: D102
-    @property
-    def offset(self) -> int: ...  # noqa: D102
-
-
 def value_of(data: "torch.Tensor", start: int) -> int:
     """The fingerprint's value of bytes that lie at byte `start` of their tensor."""
     return tensor_value(data, Move(start, 0, (), data.numel()))
 
 
-def mark(parts: Iterable[tuple[PartLike, int]]) -> bytes:
+def mark(parts: Iterable[tuple[Part | PartRow, int]]) -> bytes:
     """128 bits of a bucket, of its parts and their values."""
     made = hashlib.blake2b(b"convtools device bucket/1", digest_size=16)
     for part, value in parts:
@@ -49,7 +38,7 @@ def mark(parts: Iterable[tuple[PartLike, int]]) -> bytes:
     return made.digest()
 
 
-def mark_of(data: "torch.Tensor", parts: Iterable[PartLike]) -> bytes:
+def mark_of(data: "torch.Tensor", parts: Iterable[Part | PartRow]) -> bytes:
     """The mark of a bucket as it lies there now."""
     return mark((p, value_of(data[p.offset : p.offset + p.nbytes], p.start)) for p in parts)
 

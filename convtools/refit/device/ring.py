@@ -71,7 +71,7 @@ class DeviceRing(Ring):
             for reader in kept:
                 reader.close()
             warnings.warn(
-                f"{len(kept)} engines did not let go of the staging memory: it is freed when this process ends",
+                f"{len(kept)} engines did not let go of staging memory: it is freed when this process ends",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
             _never_freed.append(block)
@@ -132,5 +132,6 @@ def _check(message: Agree, row: DeviceRow, memory: DeviceMemory | None) -> None:
         )
     if memory.others_only and row.process == process_id():
         raise PeerError(
-            "the trainer is in the engine's own process, which cannot open its own memory", fix="use a DirectSink"
+            "the trainer is in the engine's own process, which cannot open its own memory",
+            fix="use a DirectSink",
         )

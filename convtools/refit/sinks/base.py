@@ -6,7 +6,7 @@ from typing import Protocol
 from convtools.refit.bucket import Ring
 from convtools.refit.errors import PeerError
 from convtools.refit.plan import RefitPlan
-from convtools.refit.protocol import PROTOCOL, Agree, Answer, Question, TensorRow
+from convtools.refit.protocol import PROTOCOL, Agree, Answer, DeviceRow, Question, TensorRow
 from convtools.refit.receiver import Receiver
 
 
@@ -29,14 +29,17 @@ class Sink(Protocol):
         """Let go; an open transaction is given up."""
 
 
-def agree(plan: RefitPlan, ring: Ring) -> Agree:
-    """The first question."""
+def agree(plan: RefitPlan, ring: Ring, device: DeviceRow | None = None) -> Agree:
+    """The first question; `device` for a reader that must open the ring on one."""
     rows = [TensorRow(t.name, t.dtype, t.shape) for t in plan.tensors]
-    return Agree(PROTOCOL, rows, plan.bucket_bytes, ring.slots, plan.digest, ring.windows)
+    return Agree(PROTOCOL, rows, plan.bucket_bytes, ring.slots, plan.digest, ring.windows, device)
 
 
 class DirectSink:
     """A receiver in this process, without a channel: tests, and sinks that write files."""
+
+    devices = True
+    """Whether buckets may lie on a device."""
 
     def __init__(self, receiver: Receiver, name: str = "direct") -> None:
         self.name, self.receiver = name, receiver

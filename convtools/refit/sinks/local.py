@@ -5,6 +5,7 @@ import os
 from convtools.refit.bucket import Ring
 from convtools.refit.channels.connection import Connection
 from convtools.refit.channels.local_memory import dial
+from convtools.refit.device.ring import DeviceRing
 from convtools.refit.errors import PeerError
 from convtools.refit.framing import MAX_FRAME
 from convtools.refit.plan import RefitPlan
@@ -15,16 +16,22 @@ from convtools.refit.sinks.base import agree
 class LocalSink:
     """The engine whose `Server` listens in `directory`."""
 
+    devices = True
+    """Whether buckets may lie on a device."""
+
     def __init__(self, directory: str | os.PathLike[str], name: str | None = None) -> None:
         self._directory = os.fspath(directory)
         self.name = name or self._directory
         self._connection: Connection | None = None
+        self._ring: Ring | None = None
 
     def connect(self, plan: RefitPlan, ring: Ring, timeout: float) -> Answer:
         """Dial, prove the key, pass the ring, agree on the plan. Raises PeerError, FrameError."""
         self.close()
-        self._connection = self._dial(timeout)
-        self._connection.send(encode(agree(plan, ring)), timeout, fd=ring.fd)
+        self._connection, row = self._dial(timeout), ring.export()
+        self._ring = ring if row is not None else None
+        fd = ring.fd if ring.fd >= 0 else None
+        self._connection.send(encode(agree(plan, ring, row)), timeout, fd=fd)
         return self.receive(timeout)
 
     def _dial(self, timeout: float) -> Connection:
@@ -60,5 +67,8 @@ class LocalSink:
     def close(self) -> None:
         """Hang up."""
         connection, self._connection = self._connection, None
-        if connection is not None:
+        ring, self._ring = self._ring, None
+        if connection is not None and isinstance(ring, DeviceRing):
+            ring.hold(connection)
+        elif connection is not None:
             connection.close()

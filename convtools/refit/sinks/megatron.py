@@ -4,6 +4,7 @@ The conversion is the one of `convtools convert`, and what it made is compared w
 push is prepared. On disk lie, for that long, the old checkpoint, the new one, and its Hugging Face form.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,8 @@ class MegatronApplier(CheckpointApplier):
             )  # fmt: skip
         options.check()
         super().__init__(dst, files, fsync=False)
-        self._aside = dst.with_name(f".{dst.name}.hf")
+        real = Path(os.path.realpath(dst))
+        self._aside = real.with_name(f".{real.name}.hf")
         self._options = replace(options, overwrite=False, fsync=False)
         self._sync_out = fsync
         self._out: Staging | None = None

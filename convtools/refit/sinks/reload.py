@@ -8,7 +8,7 @@ what cannot be undone so leaves the sink poisoned until a push succeeds.
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,8 +19,10 @@ from convtools.refit.errors import RefitError
 from convtools.refit.plan import RefitPlan, Tensor
 from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import DirectSink
-from convtools.refit.sinks.checkpoint import CheckpointApplier, _note_in, version_of
+from convtools.refit.sinks.checkpoint import CheckpointApplier, _note_in, _refusal, version_of
+from convtools.refit.sinks.side_files import NOTE
 from convtools.refit.transaction import packed
+from convtools.staging import Staging
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,11 +65,14 @@ class ReloadApplier(CheckpointApplier):
     def __init__(
         self, dst: Path, files: Mapping[str, bytes], engine: Loader, *, max_shard_size: int, fsync: bool
     ) -> None:
+        if dst.is_dir():
+            dst = Path(os.path.realpath(dst))  # what is put back is the directory, not a symlink to it
         super().__init__(dst, files, max_shard_size=max_shard_size, fsync=fsync)
         self._engine = engine
         self._before = dst.with_name(f".{dst.name}.before")
+        self._claim = ExitStack()
         self._plan: RefitPlan | None = None
-        self._published = False
+        self._published = self._claimed = self._kept = False
         self._checked = False
         """Whether the engine could tell of its own bytes after the last load."""
         self._version: int | None = None
@@ -75,6 +80,11 @@ class ReloadApplier(CheckpointApplier):
     def begin(self, plan: RefitPlan) -> None:
         """As ever; what a killed push has left is settled first: the directory is what the engine serves."""
         self._published, self._plan = False, plan
+        # Until the engine has loaded, nobody else may exchange the directory, or take away the old one.
+        self._claim.enter_context(
+            Staging(self._before, overwrite=True, replaceable=self._foreign, fsync=False)
+        )
+        self._claimed = True
         self._version = self._engine.version()
         stale = self._version not in (None, version_of(self._dst))
         if stale and self._before.is_dir() and version_of(self._before) == self._version:
@@ -91,6 +101,7 @@ class ReloadApplier(CheckpointApplier):
                 self._version = version_of(self._dst)
             with writing(self._dst.parent):
                 shutil.copytree(self._dst, self._before, copy_function=os.link, symlinks=True)
+            self._kept = True
 
     def swap(self, version: int) -> None:
         """Publish, have it loaded, and ask. Raises what the engine raises, RefitError where it is another."""
@@ -108,7 +119,7 @@ class ReloadApplier(CheckpointApplier):
     def finish(self) -> None:
         """The old directory goes."""
         self._published = False
-        shutil.rmtree(self._before, ignore_errors=True)
+        self._release()
 
     def abort(self) -> bool:
         """Before the rename nothing was touched; after it, the old directory is put back and loaded."""
@@ -117,13 +128,29 @@ class ReloadApplier(CheckpointApplier):
         try:
             return not published or self._go_back()
         finally:
-            shutil.rmtree(self._before, ignore_errors=True)
+            self._release()
             self._seen = _note_in(self._dst)
 
+    def _foreign(self, before: Path) -> str | None:
+        """Why what lies under the name is not what a push, killed at any moment, has left."""
+        known = {NOTE, *self._files, *(os.listdir(self._dst) if self._dst.is_dir() else ())}
+        if all(name in known or name.startswith("model") for name in os.listdir(before)):
+            return None
+        return _refusal(before)
+
+    def _release(self) -> None:
+        """Let the next push begin; the old directory goes, if it is ours."""
+        if self._claimed:
+            shutil.rmtree(self._before, ignore_errors=True)
+        self._claimed = self._kept = False
+        self._claim.close()
+
     def _go_back(self) -> bool:
-        if not self._before.is_dir() or self._version is None:
+        if not self._kept or self._version is None:
             shutil.rmtree(self._dst, ignore_errors=True)  # there was none before
             return self._version is not None and self._engine.version() == self._version
+        if not self._before.is_dir():  # somebody removed it: what lies there now is all there is
+            return False
         self._put_back()
         if version_of(self._dst) != self._version:  # not what the engine served: no way back to that
             return False

@@ -107,6 +107,7 @@ def _path(parts: SplitResult, url: str) -> Path:
     """The directory that a URL names."""
     path = unquote(parts.path)
     odd = parts.fragment or (parts.query and parts.scheme != "file") or "\0" in path
+    odd = odd or not os.path.basename(os.path.normpath(path))  # the root
     if parts.netloc or not path.startswith("/") or len(path) > _MAX_PATH or odd:
         raise UsageError(
             f"{tick(url)} names no directory",
