@@ -12,6 +12,7 @@ trainer's own weights are float32; it computes with them, and pushes them, round
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import urllib.request
@@ -54,8 +55,8 @@ def main() -> int:
         return 0
     import torch.multiprocessing as mp
 
-    with tempfile.TemporaryDirectory() as where:  # of the one process that outlives a rank that is killed
-        args.scratch = where
+    with tempfile.TemporaryDirectory() as where:  # of the one process that outlives what is killed
+        args.scratch = tempfile.tempdir = os.environ["TMPDIR"] = where  # the engine's folder lies there too
         mp.spawn(run_rank, (args, args.ranks, f"file://{where}/meet"), nprocs=args.ranks)
     return 0
 
@@ -66,11 +67,14 @@ def run_rank(rank: int, args: argparse.Namespace, world: int, meet: str) -> None
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    parent = os.getppid()
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
     try:
         train(rank, world, args)
     finally:
         dist.destroy_process_group()
+        if args.scratch and rank == 0 and os.getppid() != parent:  # it was killed: nobody else tidies up
+            shutil.rmtree(args.scratch, ignore_errors=True)
 
 
 def train(rank: int, world: int, args: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,7 @@ def shards_source(shards: Shards, live: LiveBytes) -> Source:
     held_names = [name for _, _, chunk in _chunks(shards) for name in chunk]
     model = _megatron_model(config, held_names)
     first = next((c[EMBEDDING] for _, _, c in _chunks(shards) if EMBEDDING in c), None)
-    if first is None:
+    if first is None or not len(first.shape):
         raise AccountingError(f"missing: `{EMBEDDING}`", fix="give the tensors of every rank")
     table = model.table(int(first.shape[0]) * layout.tp)
     table.check()
@@ -167,13 +166,20 @@ def shards_source(shards: Shards, live: LiveBytes) -> Source:
 
 def _chunks(shards: Shards) -> Iterator[tuple[Rank, int, Named]]:
     given = {Rank(*rank): chunks for rank, chunks in shards.ranks.items()}
-    for rank, chunk in product(shards.layout.ranks(), range(shards.layout.vpp)):
+    left = set(given)
+    for rank in shards.layout.ranks():
         if rank not in given:
             raise AccountingError(
                 f"no tensors of rank {tuple(rank)} (tp, pp, ep, etp)", fix="give every rank's"
             )
+        left.discard(rank)
         chunks = given[rank]
-        yield rank, chunk, chunks if isinstance(chunks, Mapping) else chunks[chunk]
+        for chunk in range(shards.layout.vpp):
+            yield rank, chunk, chunks if isinstance(chunks, Mapping) else chunks[chunk]
+    if left:
+        raise AccountingError(
+            f"the layout has no rank {tuple(min(left))} (tp, pp, ep, etp)", fix="see that layout and ranks agree"
+        )
 
 
 def _megatron_model(config: dict[str, Any], names: list[str]) -> Model:

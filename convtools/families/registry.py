@@ -99,7 +99,15 @@ class Model:
     """How the Hugging Face side's names are prefixed."""
 
     def table(self, padded_vocab: int) -> Table:
-        """Every parameter and tensor, with the vocabulary padded to so many rows on the Megatron side."""
+        """Every parameter and tensor, with the vocabulary padded to so many rows on the Megatron side.
+
+        Raises AccountingError where that is less than the vocabulary.
+        """
+        if padded_vocab < self.spec.vocab:
+            raise AccountingError(
+                "the embedding has fewer rows than the vocabulary", expected=self.spec.vocab,
+                found=padded_vocab, fix="see that layout, config and tensors are of one model",
+            )  # fmt: skip
         rows = self.family.rows(self.spec, self.spelling, padded_vocab)
         return Table.of(map(self._wrapped, rows) if self.wrapping.prefix else rows)
 

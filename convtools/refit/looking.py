@@ -34,7 +34,7 @@ def copy_into(to: Any, data: Any, start: int, value: Fingerprint | None) -> None
     import numpy as np
 
     if isinstance(to, np.ndarray) and isinstance(data, np.ndarray):
-        copy_and_look(to, data, start, value)
+        copy_and_look(to.data, data.data, start, value)
         return
     from convtools.refit.device import looks
 

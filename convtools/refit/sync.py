@@ -55,9 +55,8 @@ class WeightSync(AbstractContextManager["WeightSync"]):
     bytes as they are handed over.
 
     With an `Arena` as the source nothing is packed, and `bucket_bytes` and `slots` do not count: engines read
-    the trainer's own tensors, window by window.
-
-    With a `device`, such as `cuda`, buckets lie there, and the engines must be on the same one.
+    the trainer's own tensors, window by window. With a `device`, such as `cuda`, buckets lie on
+    that GPU, which must be the engines' too.
 
     With a `RankedSource` every rank makes one and calls `push`, `verify` and `check` in step; the sinks are
     those of the rank that leads, and the report, or the error, is the same on all.

@@ -57,12 +57,13 @@ class FakeSGLang:
     def __init__(self, *, tp: int = 1, key: str | None = None, **info: Any) -> None:
         self.tp, self.key = tp, key
         self.fault: Fault | None = None
+        self.architecture = "LlamaForCausalLM"
         self.ignored: tuple[str, ...] = ()
         """Tensors that it skips without a word."""
         self.info = {
             "version": "0.5.23", "tp_size": tp, "dp_size": 1, "pp_size": 1, "nnodes": 1, "dtype": "float32",
             "quantization": None, "weight_cache_mode": "off", "disaggregation_mode": "null",
-            "speculative_draft_model_path": None, "launch_command": "x",
+            "speculative_draft_model_path": None, "launch_command": "x", "device": "cpu",
         } | info  # fmt: skip
         self.calls: list[tuple[str, Any]] = []
         """Every POST: its path, and what of its body matters."""
@@ -106,7 +107,10 @@ class FakeSGLang:
                 case "/server_info":
                     return 200, self.info
                 case "/model_info":
-                    return 200, {"weight_version": self.version, "model_type": "llama"}
+                    return 200, {
+                        "weight_version": self.version, "model_type": "llama", "model_path": "/m",
+                        "architectures": [self.architecture],
+                    }  # fmt: skip
                 case "/weights_checker":
                     ranks = [{"checksums": self._checksums()} for _ in range(self.tp)]
                     return 200, {"success": True, "message": "Success.", "ranks": ranks}
@@ -116,8 +120,7 @@ class FakeSGLang:
                         return 503, {"message": "paused"}
                     said = hashlib.sha256(repr(self._checksums()).encode()).digest()
                     return 200, {"output_ids": list(said)}
-            assert body is not None, path
-            return self._post(path, body)
+            return (404, {"message": "Not Found"}) if body is None else self._post(path, body)
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         match path:
@@ -174,7 +177,10 @@ class FakeSGLang:
     def _checksums(self) -> dict[str, str]:
         made: dict[str, Any] = {}
         for name in SHAPES:
-            made.setdefault(own_name(name), hashlib.sha256()).update(self.weights[name])
+            rows = 64 - 40 if "embed" in name or "lm_head" in name else 0  # zeros past the vocabulary
+            made.setdefault(own_name(name), hashlib.sha256()).update(
+                self.weights[name] + bytes(4 * rows * WIDTH)
+            )
         return {name: value.hexdigest()[:16] for name, value in made.items()}
 
     def next_fault(self, path: str) -> str | None:

@@ -96,6 +96,8 @@ class Connection:
             if not said:
                 self.close()
                 return True
+            if time.monotonic() > until:  # a peer that never stops talking
+                break
         return False
 
     def close(self) -> None:

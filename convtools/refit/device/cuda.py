@@ -5,6 +5,7 @@ memory, which cannot be exported so, have no part in them, and a handle shows no
 """
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from convtools.refit.errors import PeerError, RefitError
 
 _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
+_MIG = "a MIG instance cannot share memory between processes"
 
 
 class IpcHandle(ctypes.Structure):
@@ -61,10 +63,7 @@ class Driver:
         self.call("cuDeviceGet", ctypes.byref(device), index)
         self.uuid, part = self._uuid("cuDeviceGetUuid", device), self._uuid("cuDeviceGetUuid_v2", device)
         if part != self.uuid:  # the first names the whole GPU, the second what of it this process has
-            raise UsageError(
-                "a MIG instance cannot share memory between processes",
-                expected="a whole GPU", found=f"MIG-{part.hex()} of GPU-{self.uuid.hex()}",
-            )  # fmt: skip
+            raise UsageError(_MIG, expected="a whole GPU", found=f"MIG-{part.hex()} of GPU-{self.uuid.hex()}")
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # for life: it is torch's
         self._context = context
 
@@ -157,7 +156,9 @@ class CudaMemory:
             raise UsageError("no CUDA device here", fix="leave `device` out: buckets go through the host")
         if not 0 <= index < torch.cuda.device_count():
             raise UsageError(f"no device cuda:{index}", found=f"{torch.cuda.device_count()} devices")
-        torch.cuda.init()
+        if " MIG " in (name := torch.cuda.get_device_name(index)):
+            raise UsageError(_MIG, expected="a whole GPU", found=name)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         self.counts, self._device, self._driver = Counts(), torch.device(CUDA, index), Driver(index)
         self.uuid = self._driver.uuid
 
@@ -183,6 +184,9 @@ class CudaMemory:
 
     def open(self, handle: bytes, fd: int | None, nbytes: int) -> Block:
         """By the handle."""
+        if fd is not None:
+            os.close(fd)
+            raise PeerError("a descriptor came with memory of a GPU")
         address = self._driver.open(handle, nbytes)
         self.counts.opened += 1
         return self._block(address, nbytes)

@@ -93,7 +93,8 @@ def as_tensor(data: Any) -> "torch.Tensor":
     array = np.frombuffer(data, "u1") if not isinstance(data, np.ndarray) else data
     if not array.size:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.as_tensor(_Bytes(int(array.__array_interface__["data"][0]), array.size, array))
+    lies = _Bytes(int(array.__array_interface__["data"][0]), array.size, array)
+    return torch.from_numpy(np.asarray(lies))
 
 
 class HostMemory:

@@ -7,7 +7,6 @@ region that lies in some rank's tensor. So what reads checkpoints plans this too
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -19,12 +18,12 @@ from convtools.equality.canonical import Loose
 from convtools.equality.live import LiveBytes, Shards, dtype_of, shards_source
 from convtools.equality.reading import MEMORY
 from convtools.errors import UsageError, capped, tick
-from convtools.layout.cover import Fault, first_fault
 from convtools.layout.parallel import ParallelLayout, Rank
 from convtools.layout.region import Region
 from convtools.refit.errors import FrameError, RefitError
 from convtools.refit.protocol import MAX_TENSORS, Count, Name
 from convtools.refit.ranks.collector import collector_paused
+from convtools.refit.ranks.covering import fault_of
 from convtools.refit.ranks.placement import dtensor_region
 from convtools.stores.base import DTYPE_NBYTES, FROM_TORCH, TORCH_DTYPE, Blob, StoredTensor
 
@@ -137,9 +136,15 @@ def decode_holdings(data: bytes) -> Holdings:
         found = msgspec.msgpack.decode(data, type=Holdings)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FrameError("what a rank holds is not of the schema", found=str(error)[:200]) from None
+    seen: set[tuple[int, str]] = set()
     for row in found.rows:
         if row.dtype not in DTYPE_NBYTES:
             raise FrameError(f"{tick(row.name)} is of a dtype that is not known", found=row.dtype)
+        if (row.chunk, row.name) in seen:
+            raise FrameError(f"{tick(row.name)} is there twice")
+        seen.add((row.chunk, row.name))
+        if found.place is None and not len(row.shape) == len(row.offsets) == len(row.sizes):
+            raise FrameError(f"{tick(row.name)} has a region of other dims than its own")
     return found
 
 
@@ -178,7 +183,7 @@ def _merge_hf(holdings: Sequence[Holdings]) -> Merged:
     holders: dict[Path, tuple[int, int]] = {}
     for name, regions in held.items():
         dtype, shape = kinds[name]
-        if fault := _fault(shape, [Region(*corner) for corner in regions]):
+        if fault := fault_of(shape, [Region(*corner) for corner in regions]):
             problems.append(f"{tick(name)}: element {list(fault.index)} lies in {len(fault.holders)} parts")
             continue
         blobs = []
@@ -192,29 +197,6 @@ def _merge_hf(holdings: Sequence[Holdings]) -> Merged:
     if problems:
         raise RefitError("the ranks do not hold every element once", found=capped(problems))
     return Merged(Loose(tensors, {n: t.shape for n, t in tensors.items()}), tuple(replicas), holders)
-
-
-def _fault(shape: tuple[int, ...], regions: list[Region]) -> Fault | None:
-    """The first element that the regions miss or hold twice."""
-    if _in_line(shape, regions):
-        return None
-    boxes = ((i, tuple(zip(r.offsets, r.ends, strict=True))) for i, r in enumerate(regions))
-    return first_fault(shape, boxes)
-
-
-def _in_line(shape: tuple[int, ...], regions: list[Region]) -> bool:
-    """Whether they are the whole, or cut it along one dim: what nearly every tensor is."""
-    cut = [d for d, n in enumerate(shape) if regions and regions[0].sizes[d] != n]
-    if not regions or len(cut) > 1:
-        return False
-    if not cut:
-        return len(regions) == 1
-    (dim,), at = cut, 0
-    for region in sorted(regions, key=lambda r: r.offsets[dim]):
-        if region.offsets[dim] != at or region.numel * shape[dim] != prod(shape) * region.sizes[dim]:
-            return False
-        at += region.sizes[dim]
-    return at == shape[dim]
 
 
 class _Remote(NamedTuple):
@@ -262,7 +244,7 @@ def _merge_megatron(holdings: Sequence[Holdings]) -> Merged:
                     f"rank {r} holds other tensors than its data-parallel peer",
                     found=capped(map(tick, sorted(names))),
                 )
-    shards = Shards(ranks, layout, json.loads(holdings[0].config))
+    shards = Shards(ranks, layout, config_of(holdings[0]))
     source = shards_source(shards, _RemoteBytes())
     holders = {
         rank_path(*at): at
@@ -277,12 +259,29 @@ def _merge_megatron(holdings: Sequence[Holdings]) -> Merged:
     replicas = tuple(
         Replicas(holdings[r].rows[i].name, tuple(group)) for (r, i), group in groups.items() if len(group) > 1
     )
+    mixed = [g.name for g in replicas if len({holdings[r].rows[i].dtype for r, i in g.held}) > 1]
+    if mixed:
+        raise RefitError("ranks hold one tensor in different dtypes", found=capped(map(tick, mixed)))
     return Merged(source, replicas, holders)
+
+
+def config_of(holdings: Holdings) -> dict[str, Any]:
+    """The config that a rank gives. Raises FrameError."""
+    try:
+        found = json.loads(holdings.config)
+    except (ValueError, RecursionError) as error:
+        raise FrameError("a rank's config is no JSON", found=str(error)[:200]) from None
+    if not isinstance(found, dict):
+        raise FrameError("a rank's config is no JSON object", found=type(found).__name__)
+    return found
 
 
 def layout_of(holdings: Holdings) -> ParallelLayout:
     """The layout that a rank gives. Raises FrameError."""
     try:
-        return msgspec.json.decode(holdings.layout, type=ParallelLayout)
-    except msgspec.MsgspecError as error:
+        layout = msgspec.json.decode(holdings.layout, type=ParallelLayout)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError("a rank's layout is not of the schema", found=str(error)[:200]) from None
+    if len(layout.stages) != layout.pp * layout.vpp:  # before anything is made for so many chunks
+        raise FrameError("a rank's layout has other stages", found=f"pp={layout.pp}, vpp={layout.vpp}")
+    return layout

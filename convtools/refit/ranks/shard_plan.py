@@ -4,7 +4,6 @@ Both ends derive it from what all ranks said that they hold, and compare its dig
 made of its own tensors, as it holds them; no tensor is whole anywhere unless a rank holds it whole.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from convtools.layout.piece import Piece, block
 from convtools.layout.region import Region
 from convtools.refit.plan import RefitPlan, Tensor, make_plan
 from convtools.refit.ranks.collector import collector_paused
-from convtools.refit.ranks.holdings import HeldRow, Holdings, Merged, layout_of, merge
+from convtools.refit.ranks.holdings import HeldRow, Holdings, Merged, config_of, layout_of, merge
 from convtools.refit.ranks.legs import Legs
 
 
@@ -134,7 +133,7 @@ def _described(
 
 def _megatron_target(merged: Merged, target: Holdings, targets: Sequence[Holdings]) -> Target:
     assert target.place is not None
-    layout, config = layout_of(target), json.loads(target.config)
+    layout, config = layout_of(target), config_of(target)
     if layout.vpp > 1:
         raise UsageError("an engine has one model chunk a rank", found=f"vpp={layout.vpp}")
     rows: dict[str, HeldRow] = {row.name: row for row in target.rows}
@@ -173,7 +172,7 @@ def _format(merged: Merged, table: Table) -> str:
 def _padded(targets: Sequence[Holdings], tp: int) -> int:
     """Rows of embedding and head over all ranks of the engine."""
     for row in (row for target in targets for row in target.rows):
-        if row.name in (EMBEDDING, OUTPUT):
+        if row.name in (EMBEDDING, OUTPUT) and row.shape:
             return row.shape[0] * tp
     raise UsageError(f"no rank of the engine holds {tick(EMBEDDING)}")
 

@@ -190,12 +190,20 @@ class ShardSync:
         return error
 
     def _commit(self, version: int) -> None:
-        failed = []
+        failed, begun = [], False
         for fleet in self._fleets:
+            (link,) = fleet.links
+            before = link.version
             try:
                 fleet.commit(version)
+                begun = True
             except RefitError as error:
                 failed.append(str(error.found or error.what))
+                if not begun and link.connected and link.version == before:  # it said no: then nowhere
+                    for other in self._fleets:
+                        other.abort("another engine rank could not commit")
+                    break
+                begun = True
         if failed:
             raise RefitError(
                 f"version {version} was prepared everywhere and not committed everywhere",

@@ -28,7 +28,8 @@ class LocalSink:
     def connect(self, plan: RefitPlan, ring: Ring, timeout: float) -> Answer:
         """Dial, prove the key, pass the ring, agree on the plan. Raises PeerError, FrameError."""
         self.close()
-        self._connection, row = self._dial(timeout), ring.export()
+        self._connection = self._dial(timeout)
+        row = ring.export()
         self._ring = ring if row is not None else None
         fd = ring.fd if ring.fd >= 0 else None
         self._connection.send(encode(agree(plan, ring, row)), timeout, fd=fd)

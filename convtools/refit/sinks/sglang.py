@@ -7,7 +7,7 @@ that a bucket is filled while the server loads another.
 import json
 import queue
 import threading
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from convtools.errors import UsageError, tick
 from convtools.refit.bucket import Ring
@@ -22,6 +22,11 @@ from convtools.refit.sinks.sglang_http import HttpClient
 from convtools.refit.sinks.sglang_local import check_local
 from convtools.refit.sinks.sglang_server import SGLangServer
 from convtools.refit.sinks.sglang_staging import Layout, SharedStaging, new_owner
+
+if TYPE_CHECKING:
+    from convtools.equality.canonical import Side
+    from convtools.equality.options import CompareOptions
+    from convtools.equality.verdict import Comparison
 
 STAGING_BYTES = 4 << 30
 PROMPT = [1, 5, 9, 3, 7]
@@ -58,7 +63,7 @@ class SGLangSink:
             raise UsageError("timeouts and staging memory are more than nothing")
         self.name = name or url
         self._client = HttpClient(url, api_key)
-        self._server = SGLangServer(self._client, timeout)
+        self._server, self._timeout = SGLangServer(self._client, timeout), timeout
         self._tp, self._bound, self._experts = tp, staging_bytes, experts
         self._drain, self._untested, self._unknown, self._mtp = drain, untested, unknown, mtp
         self._owner = new_owner()
@@ -123,6 +128,24 @@ class SGLangSink:
         if not isinstance(tokens, list) or not tokens:
             raise PeerError("the server generated nothing", found=repr(found)[:200])
         return json.dumps(tokens).encode()
+
+    def compared(self, side: "Side", options: "CompareOptions", engine: str) -> "Comparison":
+        """What it serves against a checkpoint, by digests; nothing of it is held up, from any machine.
+
+        `engine`: its letter, a or b. Raises PeerError, and RefitError where what it holds is no version.
+        """
+        from convtools.refit.sinks.sglang_compare import compare_digests
+        from convtools.refit.sinks.sglang_facts import ask, standing
+
+        facts = ask(self._client, self._server, self._timeout)
+        found = compare_digests(side, facts, self.name, options, engine=engine)
+        if (now := standing(self._client, self._timeout)) != (facts.version, facts.start):
+            raise RefitError(
+                f"{tick(self.name)} took other weights while it was compared",
+                expected=f"version {facts.version}", found=f"version {now[0]}",
+                fix="compare again when nobody pushes",
+            )  # fmt: skip
+        return found
 
     def close(self) -> None:
         """Give an open transaction up, and the staging memory back."""

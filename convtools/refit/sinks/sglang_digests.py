@@ -6,11 +6,11 @@ read, in order: of a parameter of any size a few MiB are held.
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
 from convtools.codecs.cast import FLOATS, cast, is_exact
-from convtools.errors import UsageError
 from convtools.layout.region import Region
 from convtools.refit.plan import Tensor
 from convtools.refit.sinks.sglang_table import Built, Unknown
@@ -18,7 +18,7 @@ from convtools.stores.base import DTYPE_NBYTES
 
 Read = Callable[[str, Region], Iterator[memoryview]]
 """(tensor, region) -> its bytes in order, in parts that are valid until the next."""
-SAME, KEPT, OTHER, UNKNOWN = "same", "kept", "other", "unknown"
+SAME, KEPT, OTHER = "same", "kept", "other"
 _ZEROS = 1 << 20
 _SIXTEEN = ("BF16", "F16")
 
@@ -28,20 +28,39 @@ class Found(NamedTuple):
 
     state: str
     """same: the engine's bytes are the checkpoint's. kept: they are what SGLang makes of them. other: they
-    are not. unknown."""
+    are not."""
     why: str = ""
+    dtype: str | None = None
+    """What it is kept in, where just one dtype has this digest."""
 
 
-class _Form(NamedTuple):
-    """A way in which SGLang may keep it."""
+@dataclass(slots=True)
+class _Form:
+    """A way in which SGLang may keep it, and the digest that it would have."""
 
     dtype: str
-    weaker: str
-    """Empty: every bit of the checkpoint is in it."""
-    sure: bool
-    """Whether SGLang computes just this, so that another digest is another parameter."""
     make: Callable[[memoryview, str], Any]
     """(bytes, their dtype) -> bytes."""
+    function: str = ""
+    lossy: bool = False
+    """Whether something of the checkpoint cannot be seen in it."""
+    sha: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, data: memoryview, of: str) -> None:
+        """The next bytes."""
+        made = self.make(data, of)
+        self.sha.update(made)
+        if self.dtype != of and not self.function and not self.lossy:
+            self.lossy = not is_exact(of, self.dtype) and bytes(cast(made, self.dtype, of)) != bytes(data)
+
+    def found(self, stored: set[str], dtype: str | None) -> Found:
+        """What it says that its digest is the engine's."""
+        if self.function:
+            return Found(KEPT, f"kept as {self.function} of it, in {self.dtype}: compared so")
+        if stored == {self.dtype}:
+            return Found(SAME, "", dtype)
+        how = "compared as rounded to it" if self.lossy else "in which nothing of it is lost"
+        return Found(KEPT, f"kept as {self.dtype}, {how}", dtype)
 
 
 def judge(
@@ -55,49 +74,45 @@ def judge(
     forms = list(_forms(built, stored, dtype))
     if not forms:
         return Unknown(f"{' and '.join(sorted(stored))} is not kept by SGLang as it is")
-    made = [hashlib.sha256() for _ in forms]
     odd = False
     for piece in built.pieces:
         if not piece.tensor:
-            for form, one in zip(forms, made, strict=True):
-                _zeros(one, prod(piece.region.sizes) * DTYPE_NBYTES[form.dtype])
+            for form in forms:
+                _zeros(form.sha, prod(piece.region.sizes) * DTYPE_NBYTES[form.dtype])
             continue
         of = tensors[piece.tensor].dtype
         for data in read(piece.tensor, piece.region):
-            for form, one in zip(forms, made, strict=True):
-                one.update(form.make(data, of))
-            odd = odd or (of in FLOATS.values() and dtype != of and _has_nan(data, of))
-    for form, one in zip(forms, made, strict=True):
-        if one.digest()[:8].hex() == digest:
-            return Found(KEPT, form.weaker) if form.weaker else Found(SAME)
-    if not all(form.sure for form in forms):
-        return Unknown("its digest is none that could be computed for what SGLang makes of it")
-    if odd and stored != {form.dtype for form in forms}:
-        return Unknown("it holds NaN, whose bits a cast changes as it likes")
+            for form in forms:
+                form.add(data, of)
+            odd = odd or (any(form.dtype != of for form in forms) and _has_nan(data, of))
+    hits = [form for form in forms if form.sha.digest()[:8].hex() == digest]
+    if hits:
+        return hits[0].found(stored, hits[0].dtype if len(hits) == 1 else None)
+    if built.row.function:
+        return Unknown(f"its digest is none of those of {built.row.function} that could be computed here")
+    if odd:
+        return Unknown("it holds NaN, whose bits a cast may change")
     return Found(OTHER)
 
 
 def _forms(built: Built, stored: set[str], dtype: str | None) -> Iterator[_Form]:
-    row = built.row
-    if row.function == "-exp":
-        if not stored <= set(FLOATS.values()):
-            return
-        text = "kept as -exp of it, in F32: compared so"
-        yield _Form("F32", text, False, lambda data, of: _minus_exp(data, of, rounded=True))
-        if _torch() is not None:
-            yield _Form("F32", text, False, lambda data, of: _minus_exp(data, of, rounded=False))
+    floats = stored <= set(FLOATS.values())
+    if function := built.row.function:
+        if floats:
+            yield _Form("F32", _minus_exp, function)
+        if floats and _torch() is not None:
+            yield _Form("F32", _minus_exp_of_torch, function)
         return
-    wanted = row.dtype or dtype
+    wanted = built.row.dtype or dtype
     for to in (wanted,) if wanted else dict.fromkeys((*sorted(stored), *_SIXTEEN, "F32")):
-        if stored == {to}:
-            yield _Form(to, "", True, lambda data, of: data)
-        elif stored <= set(FLOATS.values()):
-            weaker = "" if all(is_exact(of, to) for of in stored) else f"kept as {to}: compared as rounded to it"
-            yield _Form(to, weaker, True, _caster(to))
+        if floats or stored == {to}:
+            yield _Form(to, _caster(to))
 
 
 def _caster(to: str) -> Callable[[memoryview, str], Any]:
     def make(data: memoryview, of: str) -> Any:
+        if of == to:
+            return data
         if of == "F64" and to in _SIXTEEN:  # torch rounds twice there
             return cast(cast(data, of, "F32"), "F32", to)
         return cast(data, of, to)
@@ -105,15 +120,18 @@ def _caster(to: str) -> Callable[[memoryview, str], Any]:
     return make
 
 
-def _minus_exp(data: memoryview, of: str, *, rounded: bool) -> Any:
-    """As torch computes it, or rounded from F64: which of the two is the server's depends on its processor."""
+def _minus_exp(data: memoryview, of: str) -> Any:
+    """Rounded from F64. Which of the two is the server's depends on its processor."""
     import numpy as np
 
-    wide = np.frombuffer(cast(data, of, "F32"), "<f4")
-    if rounded:
-        with np.errstate(over="ignore"):
-            return (-np.exp(wide.astype("<f8"))).astype("<f4").tobytes()
-    torch = _torch()
+    with np.errstate(over="ignore"):
+        return (-np.exp(np.frombuffer(cast(data, of, "F32"), "<f4").astype("<f8"))).astype("<f4").tobytes()
+
+
+def _minus_exp_of_torch(data: memoryview, of: str) -> Any:
+    import numpy as np
+
+    torch, wide = _torch(), np.frombuffer(cast(data, of, "F32"), "<f4")
     return (-torch.exp(torch.from_numpy(wide.copy()))).numpy().tobytes()
 
 
@@ -137,4 +155,4 @@ def _zeros(one: Any, nbytes: int) -> None:
         one.update(zeros[: min(_ZEROS, nbytes - at)])
 
 
-__all__ = ["KEPT", "OTHER", "SAME", "UNKNOWN", "Found", "Read", "judge"]
+__all__ = ["KEPT", "OTHER", "SAME", "Found", "Read", "judge"]

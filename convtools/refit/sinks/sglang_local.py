@@ -28,7 +28,7 @@ class Listener(NamedTuple):
 def check_local(host: str, port: int) -> None:
     """Raises RefitError for a server that cannot map what this process shares."""
     fix = "run the trainer where the server runs, as the same user; containers share /dev/shm with --ipc"
-    if not _is_here(host):
+    if not is_here(host):
         raise RefitError(f"{tick(host)} is another machine, and SGLang maps our shared memory", fix=fix)
     found = [one for name in ("tcp", "tcp6") for one in _listeners(Path("/proc/net") / name, port)]
     strangers = [one.uid for one in found if one.uid not in (0, os.getuid())]
@@ -43,7 +43,7 @@ def check_local(host: str, port: int) -> None:
             raise RefitError("the server has another /dev/shm: it runs in a container of its own", fix=fix)
 
 
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
     """Whether one of a name's addresses is of this machine: only such can be bound."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
