@@ -34,6 +34,14 @@ def _bucket(_: click.Context, __: click.Parameter, value: str) -> int:
     return -(-parse_size(value) // ALIGN) * ALIGN
 
 
+def _seconds(_: click.Context, __: click.Parameter, value: float) -> float:
+    from convtools.refit.protocol import MAX_SECONDS
+
+    if not 0 < value <= MAX_SECONDS:  # NaN is neither
+        raise click.BadParameter(f"{value:g} is not above 0 and at most {MAX_SECONDS}")
+    return value
+
+
 def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int | str | None:
     return int(value) if value and value.isdecimal() and len(value) < 20 else value
 
@@ -42,7 +50,7 @@ _BUCKET = click.option(
     "--bucket", default="8MiB", show_default=True, callback=_bucket, help="Size of a bucket; two are in use."
 )
 _TIMEOUT = click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True, metavar="S",
+    "--timeout", type=float, default=60.0, show_default=True, callback=_seconds, metavar="S",
     help="Seconds to wait for any one answer of an engine.",
 )  # fmt: skip
 _ITERATION = click.option(

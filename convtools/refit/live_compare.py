@@ -53,6 +53,9 @@ def compare_live(
         raise UsageError(
             "an engine tells fingerprints: values cannot be compared", fix="leave out the tolerance"
         )
+    for text in (a, b):
+        if text.startswith("file:"):
+            raise UsageError(f"{tick(text)} is a directory, and no engine", fix="give its path")
     engines = [find(url, timeout=min(timeout, 30.0)) if is_url(url) else None for url in (a, b)]
     sides = [
         None if engine else _opened(given, side, options)

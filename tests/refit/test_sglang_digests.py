@@ -1,7 +1,8 @@
-"""What SGLang keeps of a checkpoint, against the same written with torch's chunk and cat; and the verdicts."""
+"""SGLang's digests of its own parameters against a checkpoint: never more is said than is known."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import convtools
 from convtools.equality.canonical import open_side
 from convtools.equality.options import CompareOptions
 from convtools.equality.verdict import Comparison
@@ -18,29 +20,15 @@ from convtools.refit.live_compare import compare_live
 from convtools.refit.sinks import sglang_facts
 from convtools.refit.sinks.sglang_compare import compare_digests
 from convtools.refit.sinks.sglang_facts import Facts
+from tests.refit.sglang_models import HEAD, HIDDEN, LAYER, Engine, Named, case, llama_engine, random, together
 from tests.refit.sglang_server import SHAPES, FakeSGLang
 
-Named = dict[str, torch.Tensor]
-Engine = list[Named]
-"""SGLang's parameters, by rank."""
 MEANS = "SGLang's digests of its own parameters (64 bits of SHA-256 each)"
-LAYER = "model.layers.0."
-HIDDEN, HEAD = 8, 4
-
-
-def random(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> Named:
-    made = torch.Generator().manual_seed(3)
-    return {name: torch.randn(shape, generator=made).to(dtype) for name, shape in shapes.items()}
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[
-        :16
-    ]
-
-
-def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.cat([tensor, torch.zeros(rows - len(tensor), *tensor.shape[1:], dtype=tensor.dtype)])
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).digest()[:8].hex()
 
 
 def facts(engine: Engine, architecture: str, **more: Any) -> Facts:
@@ -60,115 +48,8 @@ def faulty(found: Comparison) -> dict[str, str]:
     return {r.name: r.verdict for r in found.tensors if r.verdict not in ("identical", "within tolerance")}
 
 
-LLAMA = {
-    "model.embed_tokens.weight": (131, HIDDEN), "lm_head.weight": (131, HIDDEN), "model.norm.weight": (HIDDEN,),
-    f"{LAYER}input_layernorm.weight": (HIDDEN,), f"{LAYER}post_attention_layernorm.weight": (HIDDEN,),
-    f"{LAYER}self_attn.q_proj.weight": (4 * HEAD, HIDDEN), f"{LAYER}self_attn.k_proj.weight": (HEAD, HIDDEN),
-    f"{LAYER}self_attn.v_proj.weight": (HEAD, HIDDEN), f"{LAYER}self_attn.o_proj.weight": (HIDDEN, 4 * HEAD),
-    f"{LAYER}mlp.gate_proj.weight": (12, HIDDEN), f"{LAYER}mlp.up_proj.weight": (12, HIDDEN),
-    f"{LAYER}mlp.down_proj.weight": (HIDDEN, 12),
-}  # fmt: skip
-LLAMA_CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 1}
-
-
-def llama_engine(w: Named, tp: int) -> Engine:
-    """One key-value head, which every rank has; a vocabulary that is padded."""
-
-    def rank(r: int) -> Named:
-        a, m = f"{LAYER}self_attn.", f"{LAYER}mlp."
-        rows: Callable[[str], torch.Tensor] = lambda n: w[f"{n}.weight"].chunk(tp)[r]  # noqa: E731
-        kv = [w[f"{a}{k}_proj.weight"] for k in "kv"]
-        return {
-            "model.embed_tokens.weight": padded(w["model.embed_tokens.weight"], 192).chunk(tp)[r],
-            f"{a}qkv_proj.weight": torch.cat([rows(f"{a}q_proj"), *kv]),
-            f"{a}o_proj.weight": w[f"{a}o_proj.weight"].chunk(tp, 1)[r],
-            f"{m}gate_up_proj.weight": torch.cat([rows(f"{m}gate_proj"), rows(f"{m}up_proj")]),
-            f"{m}down_proj.weight": w[f"{m}down_proj.weight"].chunk(tp, 1)[r],
-            **{n: w[n] for n in w if "norm" in n},
-            "lm_head.weight": padded(w["lm_head.weight"], 192).chunk(tp)[r],
-        }  # fmt: skip
-
-    return [rank(r) for r in range(tp)]
-
-
-def moe_engine(w: Named, tp: int) -> Engine:
-    def rank(r: int) -> Named:
-        e = f"{LAYER}mlp.experts."
-        each = [[w[f"{e}{i}.{k}_proj.weight"] for k in ("gate", "up", "down")] for i in range(3)]
-        ups = [torch.cat([gate.chunk(tp)[r], up.chunk(tp)[r]]) for gate, up, _ in each]
-        return {
-            f"{e}w13_weight": torch.stack(ups),
-            f"{e}w2_weight": torch.stack([down.chunk(tp, 1)[r] for _, _, down in each]),
-            f"{LAYER}mlp.gate.weight": w[f"{LAYER}mlp.gate.weight"],
-            f"{LAYER}self_attn.k_norm.weight": w[f"{LAYER}self_attn.k_norm.weight"],
-        }
-
-    return [rank(r) for r in range(tp)]
-
-
-MOE = {f"{LAYER}mlp.gate.weight": (3, HIDDEN), f"{LAYER}self_attn.k_norm.weight": (HEAD,)} | {
-    f"{LAYER}mlp.experts.{e}.{k}_proj.weight": (HIDDEN, 4) if k == "down" else (4, HIDDEN)
-    for e in range(3) for k in ("gate", "up", "down")
-}  # fmt: skip
-INNER, STATE, HEADS = 8, 2, 4
-
-
-def mamba(groups: int) -> dict[str, tuple[int, ...]]:
-    m, conv = "backbone.layers.0.mixer.", INNER + 2 * groups * STATE
-    return {
-        f"{m}in_proj.weight": (INNER + conv + HEADS, HIDDEN), f"{m}conv1d.weight": (conv, 1, 4),
-        f"{m}conv1d.bias": (conv,), f"{m}A_log": (HEADS,), f"{m}D": (HEADS,), f"{m}dt_bias": (HEADS,),
-        f"{m}norm.weight": (INNER,), f"{m}out_proj.weight": (HIDDEN, INNER),
-        "backbone.layers.0.norm.weight": (HIDDEN,), "backbone.layers.1.mixer.gate.weight": (3, HIDDEN),
-        "backbone.layers.1.mixer.gate.e_score_correction_bias": (3,),
-        "backbone.layers.1.mixer.experts.0.up_proj.weight": (4, HIDDEN),
-        "backbone.layers.1.mixer.experts.0.down_proj.weight": (HIDDEN, 4),
-    }  # fmt: skip
-
-
-def nemotron_engine(w: Named, tp: int, groups: int) -> Engine:
-    gs = groups * STATE
-
-    def sections(tensor: torch.Tensor, sizes: list[int], r: int) -> torch.Tensor:
-        parts = tensor.split(sizes)
-        return torch.cat(
-            [p if groups == 1 and n == gs else p.chunk(tp)[r] for p, n in zip(parts, sizes, strict=True)]
-        )
-
-    def rank(r: int) -> Named:
-        b, m, e = "backbone.layers.0.mixer.", f"{LAYER}mixer.", "model.layers.1.mixer."
-        conv = [INNER, gs, gs]
-        out = {
-            f"{m}A": -torch.exp(w[f"{b}A_log"].chunk(tp)[r].float()),
-            f"{m}in_proj.weight": sections(w[f"{b}in_proj.weight"], [INNER, *conv, HEADS], r),
-            f"{m}conv1d.weight": sections(w[f"{b}conv1d.weight"], conv, r),
-            f"{m}conv1d.bias": sections(w[f"{b}conv1d.bias"], conv, r),
-            f"{m}out_proj.weight": w[f"{b}out_proj.weight"].chunk(tp, 1)[r],
-            f"{LAYER}norm.weight": w["backbone.layers.0.norm.weight"],
-            f"{e}gate.weight": w[f"backbone.{e[6:]}gate.weight"],
-            f"{e}gate.e_score_correction_bias": w[f"backbone.{e[6:]}gate.e_score_correction_bias"].float(),
-            f"{e}experts.w13_weight": w[f"backbone.{e[6:]}experts.0.up_proj.weight"].chunk(tp)[r],
-            f"{e}experts.w2_weight": w[f"backbone.{e[6:]}experts.0.down_proj.weight"].chunk(tp, 1)[r],
-        }
-        return out | {f"{m}{k}": w[f"{b}{k}"].chunk(tp)[r] for k in ("D", "dt_bias", "norm.weight")}
-
-    return [rank(r) for r in range(tp)]
-
-
-def case(kind: str, tp: int) -> tuple[Named, Engine, str, dict[str, Any]]:
-    if kind == "llama":
-        w = random(LLAMA)
-        return w, llama_engine(w, tp), "LlamaForCausalLM", LLAMA_CONFIG
-    if kind == "moe":
-        w = random(MOE)
-        return w, moe_engine(w, tp), "Qwen3MoeForCausalLM", {}
-    groups = int(kind[-1])
-    w = random(mamba(groups))
-    return w, nemotron_engine(w, tp, groups), "NemotronHForCausalLM", {"n_groups": groups}
-
-
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("kind", ["llama", "moe", "nemotron 1", "nemotron 2"])
+@pytest.mark.parametrize("kind", ["llama", "moe", "nemotron 2", "nemotron 4"])
 def test_every_tensor_is_found_where_sglang_keeps_it(kind: str, tp: int) -> None:
     """All equal; and one bit of any tensor shows in its own parameter, and in no other."""
     w, engine, architecture, config = case(kind, tp)
@@ -188,18 +69,6 @@ def test_every_tensor_is_found_where_sglang_keeps_it(kind: str, tp: int) -> None
             assert name in faulty(one) and one.exit_code == 1 and set(faulty(one).values()) == {"differs"}
             assert len(faulty(one)) == max(len(group) for group in together(w) if name in group)
             assert f"`{name}`" in one.verdict or len(faulty(one)) > 4
-
-
-def together(w: Named) -> list[set[str]]:
-    """Tensors that SGLang keeps in one parameter."""
-    marks = [
-        ("q_proj", "k_proj", "v_proj"),
-        ("mlp.gate_proj", "mlp.up_proj"),
-        ("experts", "gate_proj", "up_proj"),
-    ]
-    groups = [{n for n in w if any(m in n for m in of) and "experts" not in n} for of in marks[:2]]
-    groups += [{n for n in w if "experts." in n and ("down_proj" in n) is down} for down in (True, False)]
-    return [*groups, *({n} for n in w)]
 
 
 def test_what_a_server_keeps_in_another_form_is_said() -> None:
@@ -255,8 +124,26 @@ def test_another_digest_proves_nothing_where_it_is_not_known_how_it_is_kept() ->
     assert (blind.equal, blind.verdict) == (None, "could not tell: SGLang on `cuda` has another hash")
     strange = compared(w, facts(engine, "GrokForCausalLM"), config)
     assert strange.verdict == "could not tell: no table of what SGLang keeps of `GrokForCausalLM`"
-    without = compared(w, facts(llama_engine(w, 2), architecture))
-    assert without.equal is None and "config does not say num_key_value_heads" in without.notes[0]
+
+
+def test_what_sglang_pads_on_a_cpu_is_not_guessed_at() -> None:
+    """Heads that the ranks do not share evenly, and widths that are no multiple of 32 a rank."""
+    w, engine, architecture, config = case("llama", 2)
+    said = facts(engine, architecture)
+    without = compared(w, said)
+    assert without.equal is None and "config does not say num_attention_heads" in without.notes[0]
+    one = compared(w, said, config | {"num_key_value_heads": 1})
+    assert set(faulty(one)) == {f"{LAYER}self_attn.{k}_proj.weight" for k in "qkvo"}
+    assert one.equal is None and "pads 1 key-value heads for 2 ranks" in " ".join(one.notes)
+    groups = case("nemotron 2", 2)
+    one = compared(groups[0], facts(groups[1], groups[2]), {"n_groups": 1})
+    assert one.equal is None and "1 is not divided evenly by 2 ranks" in " ".join(one.notes)
+    m = f"{LAYER}mlp."
+    narrow = w | {f"{m}{k}_proj.weight": w[f"{m}{k}_proj.weight"][:60] for k in ("gate", "up")}
+    narrow[f"{m}down_proj.weight"] = w[f"{m}down_proj.weight"][:, :60].contiguous()
+    one = compared(narrow, said, config)
+    assert set(faulty(one).values()) == {"could not be read"} and len(faulty(one)) == 3
+    assert "pads a width of 60 to 32 for each of its ranks" in " ".join(one.notes)
 
 
 def test_what_one_side_lacks() -> None:
@@ -308,6 +195,36 @@ def test_tied_heads(served: str) -> None:
         assert faulty(compared(alone, said, config)) == {"lm_head.weight": "missing in A"}
 
 
+def test_a_megatron_checkpoint(tmp_path: Path) -> None:
+    """Its shards, cut for other ranks than the server's."""
+    from safetensors.torch import save_file
+
+    w, engine, architecture, config = case("llama", 2)
+    hf, root = tmp_path / "hf", tmp_path / "megatron"
+    hf.mkdir()
+    save_file(w, hf / "model.safetensors", {"format": "pt"})
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "head_dim": HEAD, "vocab_size": 131}
+    said = {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+    }
+    more = {
+        "tie_word_embeddings": False,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+    }
+    (hf / "config.json").write_text(json.dumps(said | sizes | more | config | {"torch_dtype": "bfloat16"}))
+    convtools.convert(hf, root, convtools.Options(to="torch_dist", tp=2, fsync=False, workers=1))
+    for served, equal in ((engine, True), (llama_engine({n: t + 1 for n, t in w.items()}, 2), False)):
+        found = compare_digests(
+            open_side(str(root)), facts(served, architecture), "http://e", CompareOptions()
+        )
+        assert (found.equal, found.a_format, len(found.tensors)) == (equal, "torch_dist", len(w))
+
+
 @pytest.fixture
 def server() -> Iterator[FakeSGLang]:
     made = FakeSGLang()
@@ -337,9 +254,9 @@ def test_over_http(server: FakeSGLang, checkpoint: str, monkeypatch: pytest.Monk
     server.weights[name] = bytes(len(server.weights[name]))
     found = compare_live(checkpoint, server.url)
     assert set(faulty(found)) == {f"{LAYER}self_attn.{k}_proj.weight" for k in "qkv"}
+    behind = ", ".join(f"`{LAYER}self_attn.{k}_proj.weight`" for k in "kqv")
     assert found.verdict == (
-        f"not equal: of {MEANS} 1 is another: `{LAYER}self_attn.qkv_proj.weight` "
-        f"(of `{LAYER}self_attn.k_proj.weight`, `{LAYER}self_attn.q_proj.weight`, `{LAYER}self_attn.v_proj.weight`)"
+        f"not equal: of {MEANS} 1 is another: `{LAYER}self_attn.qkv_proj.weight` (of {behind})"
     )
     assert {path for path, _ in server.calls} == {"/weights_checker"}, "nothing else is asked of it"
 

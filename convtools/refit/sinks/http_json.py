@@ -53,6 +53,8 @@ def parse_base(url: str) -> Base:
         raise UsageError(f"{tick(url)} names no server", expected="http://host:port")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise UsageError(f"{tick(url)} holds more than a server's address", expected="http://host:port")
+    if port == 0:
+        raise UsageError(f"{tick(url)} names no port", expected="http://host:port")
     secure = parts.scheme == "https"
     return Base(parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/"), secure)
 

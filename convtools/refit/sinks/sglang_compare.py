@@ -8,7 +8,6 @@ difference names all of them.
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from convtools.equality.canonical import Canonical, Side
@@ -19,8 +18,15 @@ from convtools.equality.pairing import Pair, pair_up, result, stray_names
 from convtools.equality.replicas import disagreements
 from convtools.equality.screening import Lanes, told
 from convtools.equality.verdict import (
-    CLOSE, DIFFERS, IDENTICAL, MISSING_A, MISSING_B, UNREADABLE, Comparison, TensorResult,
-)  # fmt: skip
+    CLOSE,
+    DIFFERS,
+    IDENTICAL,
+    MISSING_A,
+    MISSING_B,
+    UNREADABLE,
+    Comparison,
+    TensorResult,
+)
 from convtools.errors import ConvtoolsError, capped, tick
 from convtools.layout.region import Region
 from convtools.refit.plan import Tensor
@@ -219,7 +225,8 @@ class Proof:
                 kept = {f.why for j in self._of[name] for f in j.found if isinstance(f, Found) and f.why}
                 for why in sorted(kept):
                     by.setdefault((False, why), []).append(name)
-        return [
+        draft = ["the server's draft model is not compared"] if self._facts.draft else []
+        return draft + [
             f"{capped(map(tick, names), 3)}: {'nothing is known: ' * unknown}{why}"
             for (unknown, why), names in by.items()
         ]

@@ -23,11 +23,13 @@ _ONE = (
     "dwdp_size",
 )  # fmt: skip
 _OFF = (
-    "enable_dp_attention", "enable_dp_lm_head", "enable_eplb", "ep_num_redundant_experts", "moe_dense_tp_size",
-    "enable_lora", "lora_paths", "cpu_offload_gb", "kt_weight_path", "quantization", "torchao_config",
-    "modelopt_quant", "quantize_and_serve", "rl_quant_profile", "enable_fp32_lm_head", "shared_experts_tp_size",
-    "enable_shared_experts_attn_tp", "enable_dense_mlp_attn_tp", "enable_paged_experts",
-    "dcp_replicate_q_proj", "custom_weight_loader", "enable_layernorm_sp",
+    "enable_dp_attention", "enable_dp_lm_head", "enable_eplb", "ep_num_redundant_experts",
+    "moe_dense_tp_size", "enable_lora",
+    "lora_paths", "cpu_offload_gb", "kt_weight_path", "quantization",
+    "torchao_config", "modelopt_quant", "quantize_and_serve",
+    "rl_quant_profile", "enable_fp32_lm_head", "shared_experts_tp_size", "enable_shared_experts_attn_tp",
+    "enable_dense_mlp_attn_tp", "enable_paged_experts", "dcp_replicate_q_proj", "custom_weight_loader",
+    "enable_layernorm_sp",
 )  # fmt: skip
 _PLAIN = {"moe_a2a_backend": "none", "init_expert_location": "trivial", "json_model_override_args": "{}",
           "weight_cache_mode": "off"}  # fmt: skip

@@ -13,6 +13,7 @@ from convtools.refit.plan import Tensor
 from convtools.refit.sinks.sglang_names import touched
 
 Cut = Literal["whole", "rows", "columns", "heads", "pair", "vocabulary", "mamba", "up", "down"]
+WIDTH = 32
 VOCABULARY = 64
 """SGLang rounds the rows of embedding and head up to a multiple of it, and of ranks; zeros."""
 
@@ -27,6 +28,8 @@ class Row(NamedTuple):
     """What it is kept in; None: the server's dtype."""
     function: str = ""
     """`-exp`: what SGLang keeps instead of the number."""
+    pads: Literal["", "heads", "width"] = ""
+    """What SGLang on a CPU pads where it is not a multiple of the ranks, or of 32 times their number."""
 
 
 class Piece(NamedTuple):
@@ -55,11 +58,11 @@ _DENSE = (
     Row(r"model\.embed_tokens\.weight|lm_head\.weight", "vocabulary"),
     Row(r"model\.norm\.weight", "whole"),
     Row(_LAYER + r"(?:input|post_attention)_layernorm\.weight", "whole"),
-    Row(_LAYER + r"self_attn\.qkv_proj\.(?:weight|bias)", "heads"),
-    Row(_LAYER + r"self_attn\.o_proj\.weight", "columns"),
+    Row(_LAYER + r"self_attn\.qkv_proj\.(?:weight|bias)", "heads", pads="heads"),
+    Row(_LAYER + r"self_attn\.o_proj\.weight", "columns", pads="heads"),
     Row(_LAYER + r"self_attn\.o_proj\.bias", "whole"),
-    Row(_LAYER + r"mlp\.gate_up_proj\.(?:weight|bias)", "pair"),
-    Row(_LAYER + r"mlp\.down_proj\.weight", "columns"),
+    Row(_LAYER + r"mlp\.gate_up_proj\.(?:weight|bias)", "pair", pads="width"),
+    Row(_LAYER + r"mlp\.down_proj\.weight", "columns", pads="width"),
     Row(_LAYER + r"mlp\.down_proj\.bias", "whole"),
 )
 _QWEN3 = (*_DENSE, Row(_LAYER + r"self_attn\.[qk]_norm\.weight", "whole"))
@@ -70,22 +73,25 @@ TABLES: Mapping[str, tuple[Row, ...]] = {
     "Qwen3MoeForCausalLM": (
         *_QWEN3,
         Row(_LAYER + r"mlp\.gate\.weight", "whole"),
-        Row(_LAYER + r"mlp\.experts\.w13_weight", "up"),
-        Row(_LAYER + r"mlp\.experts\.w2_weight", "down"),
+        Row(_LAYER + r"mlp\.experts\.w13_weight", "up", pads="width"),
+        Row(_LAYER + r"mlp\.experts\.w2_weight", "down", pads="width"),
     ),
     "NemotronHForCausalLM": (
         Row(r"model\.embed_tokens\.weight|lm_head\.weight", "vocabulary"),
         Row(r"model\.norm_f\.weight", "whole"),
         Row(_LAYER + r"norm\.weight", "whole"),
-        Row(_MIXER + r"qkv_proj\.(?:weight|bias)", "heads"),
-        Row(_MIXER + r"(?:shared_experts\.)?up_proj\.(?:weight|bias)", "rows"),
-        Row(_MIXER + r"(?:o_proj|out_proj|(?:shared_experts\.)?down_proj)\.weight", "columns"),
+        Row(_MIXER + r"qkv_proj\.(?:weight|bias)", "heads", pads="heads"),
+        Row(_MIXER + r"o_proj\.weight", "columns", pads="heads"),
+        Row(_MIXER + r"up_proj\.(?:weight|bias)", "rows", pads="width"),
+        Row(_MIXER + r"down_proj\.weight", "columns", pads="width"),
+        Row(_MIXER + r"shared_experts\.up_proj\.(?:weight|bias)", "rows"),
+        Row(_MIXER + r"(?:out_proj|shared_experts\.down_proj)\.weight", "columns"),
         Row(_MIXER + r"(?:o_proj|out_proj|(?:shared_experts\.)?down_proj)\.bias", "whole"),
         Row(_MIXER + r"gate\.weight", "whole"),
         Row(_MIXER + r"gate\.e_score_correction_bias", "whole", "F32"),
         Row(_MIXER + r"fc[12]_latent_proj\.(?:weight|bias)", "whole"),
-        Row(_MIXER + r"experts\.w13_weight", "up"),
-        Row(_MIXER + r"experts\.w2_weight", "down"),
+        Row(_MIXER + r"experts\.w13_weight", "up", pads="width"),
+        Row(_MIXER + r"experts\.w2_weight", "down", pads="width"),
         Row(_MIXER + r"(?:in_proj|conv1d)\.(?:weight|bias)", "mamba"),
         Row(_MIXER + r"A", "rows", "F32", "-exp"),
         Row(_MIXER + r"(?:D|dt_bias|norm\.weight)", "rows"),
@@ -137,10 +143,10 @@ class _Cannot(Exception):
 
 def _pieces(model: Model, name: str, row: Row, of: Sequence[Tensor], rank: int) -> list[Piece]:
     tp = model.tp
+    _check_padding(model, row, of)
     match row.cut:
         case "heads":
-            q, k, v = _parts(of, ("q_proj", "k_proj", "v_proj"))
-            return [_rows(q, rank, tp), *(_kv(model, one, rank) for one in (k, v))]
+            return [_rows(one, rank, tp) for one in _parts(of, ("q_proj", "k_proj", "v_proj"))]
         case "pair":
             return [_rows(one, rank, tp) for one in _parts(of, ("gate_proj", "up_proj"))]
         case "up" | "down":
@@ -156,6 +162,20 @@ def _pieces(model: Model, name: str, row: Row, of: Sequence[Tensor], rank: int) 
         case "mamba":
             return _mamba(model, name, one, rank)
     return [Piece(one.name, Region.whole(one.shape))]
+
+
+def _check_padding(model: Model, row: Row, of: Sequence[Tensor]) -> None:
+    """Raise where SGLang on a CPU would pad what it cuts."""
+    if row.pads == "heads" and model.tp > 1:
+        heads = _number(model, "num_attention_heads")
+        for name, n in (("heads", heads), ("key-value heads", _number(model, "num_key_value_heads", heads))):
+            if n % model.tp:
+                raise _Cannot(f"SGLang on a CPU pads {n} {name} for {model.tp} ranks")
+    if row.pads == "width":
+        for tensor in of:
+            width = _dim(tensor, 1 if "down_proj" in tensor.name else 0)
+            if width % (WIDTH * model.tp):
+                raise _Cannot(f"SGLang on a CPU pads a width of {width} to {WIDTH} for each of its ranks")
 
 
 def _parts(of: Sequence[Tensor], words: Sequence[str]) -> list[Tensor]:
@@ -196,24 +216,11 @@ def _dim(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim]
 
 
-def _kv(model: Model, tensor: Tensor, rank: int) -> Piece:
-    """Keys and values: fewer heads than ranks are repeated."""
-    if model.tp == 1:
-        return _rows(tensor, 0, 1)
-    heads = _number(model, "num_key_value_heads", "num_attention_heads")
-    if heads >= model.tp:
-        _share(heads, rank, model.tp)
-        return _rows(tensor, rank, model.tp)
-    _share(model.tp, 0, heads)
-    return _rows(tensor, rank // (model.tp // heads), heads)
-
-
-def _number(model: Model, *names: str) -> int:
-    for name in names:
-        found = model.config.get(name)
-        if type(found) is int and found > 0:
-            return found
-    raise _Cannot(f"the checkpoint's config does not say {names[0]}")
+def _number(model: Model, name: str, otherwise: int | None = None) -> int:
+    found = model.config.get(name, otherwise)
+    if type(found) is not int or found < 1:
+        raise _Cannot(f"the checkpoint's config does not say {name}")
+    return found
 
 
 def _vocabulary(tensor: Tensor, rank: int, tp: int) -> list[Piece]:
@@ -265,15 +272,14 @@ def _mamba(model: Model, name: str, tensor: Tensor, rank: int) -> list[Piece]:
     left = rows - inner if is_conv else rows - 2 * inner - heads
     if left <= 0 or left % 2:
         raise _Cannot(f"{rows} rows are not its sections")
-    groups = _number(model, "n_groups", "mamba_n_groups")
-    if groups % tp and groups != 1:
-        raise _Cannot(f"{groups} groups are not divided evenly by {tp} ranks")
-    plan = [(inner, True), *[(left // 2, groups % tp == 0)] * 2]
+    groups = _number(model, "n_groups", model.config.get("mamba_n_groups"))
+    _share(groups, rank, tp)
+    sections = [inner, left // 2, left // 2]
     if not is_conv:
-        plan = [(inner, True), *plan, (heads, True)]
+        sections = [inner, *sections, heads]
     pieces, at = [], 0
-    for size, cut in plan:  # a single group goes to every rank
-        first, count = _share(size, rank, tp) if cut else (0, size)
+    for size in sections:
+        first, count = _share(size, rank, tp)
         pieces.append(_band(tensor, 0, at + first, count))
         at += size
     return pieces

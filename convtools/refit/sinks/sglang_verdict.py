@@ -4,8 +4,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from convtools.equality.verdict import (
-    CLOSE, IDENTICAL, MISSING_A, MISSING_B, SKIPPED, UNREADABLE, TensorResult,
-)  # fmt: skip
+    CLOSE,
+    IDENTICAL,
+    MISSING_A,
+    MISSING_B,
+    SKIPPED,
+    UNREADABLE,
+    TensorResult,
+)
 from convtools.errors import capped, tick
 from convtools.refit.plan import Tensor
 from convtools.refit.sinks.sglang_facts import Facts
@@ -26,9 +32,9 @@ def sentence(
     if faulty:
         parts = []
         if differing:
-            named = capped([tick(n) + _made(n, of) for n, of in differing.items()], 3)
+            listed = capped([tick(n) + _made(n, of) for n, of in differing.items()], 3)
             are = "is another" if len(differing) == 1 else "are others"
-            parts.append(f"of {MEANS}{where} {len(differing):,} {are}: {named}")
+            parts.append(f"of {MEANS}{where} {len(differing):,} {are}: {listed}")
         for verdict in (MISSING_A, MISSING_B):
             if names := [tick(one.name) for one in faulty if one.verdict == verdict]:
                 parts.append(f"{_tensors(len(names))} {verdict}: {capped(names, 3)}")

@@ -4,6 +4,7 @@ SGLang runs in a virtual environment of its own, on stubs of its kernels (engine
 One server at a time: those that are compared with are asked once, at the start.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 from convtools.refit.errors import RefitError
 from convtools.refit.sinks.sglang import SGLangSink
+from convtools.refit.sinks.sglang_facts import _has_amx
 from convtools.refit.sync import WeightSync
 from tests.engines.sglang.serving import KEY, NEW_TOKENS, PROMPTS, PYTHON, ROOT, Server, Snapshot, serving
 
@@ -30,6 +32,7 @@ if not PYTHON.exists():
     )
 
 BUCKET = 64 << 10
+MEANS = "parameters (64 bits of SHA-256 each)"
 Models = dict[str, tuple[Path, Path]]
 """Two checkpoints of each kind."""
 
@@ -68,14 +71,41 @@ def sync(server: Server, source: Any, in_flight: Any = "drain", **options: Any) 
     return WeightSync(source, [sink], bucket_bytes=BUCKET, in_flight=in_flight)
 
 
+def compared(server: Server, model: Path) -> subprocess.CompletedProcess[bytes]:
+    """`convtools compare`, from a process that has pushed nothing."""
+    command = [sys.executable, "-m", "convtools", "compare", str(model), server.url, "--json"]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, timeout=120, env=os.environ | {"CONVTOOLS_ENGINE_KEY": KEY}
+    )
+
+
+def holds(server: Server, model: Path, other: Path) -> None:
+    """By SGLang's digests of its own parameters: all of one checkpoint, and nothing of another."""
+    run = compared(server, model)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(run.stdout)
+    assert found["verdict"].startswith(f"equal by SGLang's digests of its own {MEANS}")
+    assert {t["verdict"] for t in found["tensors"]} <= {"identical", "within tolerance"}
+    run = compared(server, other)
+    assert run.returncode == 1, run.stdout + run.stderr
+    found = json.loads(run.stdout)
+    assert found["verdict"].startswith(f"not equal: of SGLang's digests of its own {MEANS}")
+    if _has_amx():  # then it may have packed what is no vector, and another digest is no proof
+        return
+    unequal = {t["name"] for t in found["tensors"] if t["verdict"] == "differs"}
+    assert {t["name"] for t in found["tensors"]} - unequal <= {"backbone.layers.0.mixer.A_log"}
+
+
 def there_and_back(server: Server, a: Path, b: Path, of_b: Snapshot) -> None:
     """A -> B -> A, each as a fresh server of it."""
+    holds(server, a, b)
     of_a = server.snapshot()
     assert of_a.tokens != of_b.tokens
     equal = [n for n, v in of_a.checksums[0].items() if of_b.checksums[0][n] == v]
     assert equal == [], "a push of what is the same in both models shows nothing"
     pushed(server, b, 1)
     assert server.snapshot() == of_b and server.version() == "1"
+    holds(server, b, a)
     pushed(server, a, 2)
     assert server.snapshot() == of_a and server.version() == "2"
 
@@ -102,6 +132,23 @@ class TestLlama:
             assert found.digests == {server.url: len(of_b.checksums[0])} and len(found.canaries) == 12
             assert one.verify().equal
         assert server.snapshot() == of_b
+
+    def test_one_bit_is_named(self, server: Server, models: Models) -> None:
+        """Of one tensor of many; the parameter is that tensor alone, or the three that it lies with."""
+        import torch
+        from safetensors.torch import load_file
+
+        attention = "model.layers.1.self_attn."
+        for name, named in (("o_proj", ("o_proj",)), ("k_proj", ("k_proj", "q_proj", "v_proj"))):
+            weights = load_file(models["llama"][1] / "model.safetensors")
+            weights[f"{attention}{name}.weight"].view(torch.uint8)[0, 0] ^= 1
+            with sync(server, weights) as one:
+                one.push(server.step() + 1)
+            found = json.loads(compared(server, models["llama"][1]).stdout)
+            differing = [t["name"] for t in found["tensors"] if t["verdict"] == "differs"]
+            assert (differing, found["equal"]) == ([f"{attention}{n}.weight" for n in named], False)
+        pushed(server, models["llama"][1], server.step() + 1)
+        assert compared(server, models["llama"][1]).returncode == 0
 
     @pytest.mark.parametrize("killed_at", [1, 3])
     def test_a_killed_trainer(self, server: Server, models: Models, of_b: Snapshot, killed_at: int) -> None:

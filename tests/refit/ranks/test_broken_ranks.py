@@ -1,6 +1,7 @@
 """Ranks that lie about what they hold, and engine ranks that must not be left at two versions."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from convtools.errors import AccountingError, ConvtoolsError
 from convtools.layout.parallel import ParallelLayout, Rank, even_stages
 from convtools.layout.region import Region
 from convtools.refit.applier import ShadowApplier
+from convtools.refit.channels.local_memory import Server
 from convtools.refit.errors import FrameError, RefitError
 from convtools.refit.ranks.holdings import (
     HeldRow,
@@ -30,6 +32,8 @@ from convtools.refit.ranks.shard_plan import shard_plans
 from convtools.refit.ranks.shard_sync import ShardSync
 from convtools.refit.ranks.source import RankedSource
 from convtools.refit.receiver import Receiver
+from convtools.refit.sinks.local import LocalSink
+from convtools.refit.sync import WeightSync
 from convtools.refit.weights import TensorWeights
 from tests.refit.ranks.worlds import run
 
@@ -176,3 +180,32 @@ def test_an_embedding_that_is_none(shape: tuple[int, ...]) -> None:
     for act in (lambda: merge(lies), lambda: shard_plans(merge(two_ranks()), lies, 256)):
         with pytest.raises(ConvtoolsError):
             act()
+
+
+def stalls(rank: int, directory: str) -> Any:
+    import torch
+
+    sinks = [LocalSink(directory, "engine")] if rank == 0 else []
+    sync = WeightSync(
+        RankedSource({"w": torch.ones(9)}, timeout=2), sinks, timeout=2,
+        before_read=lambda: time.sleep(14 * rank * calls[0]),
+    )  # fmt: skip
+    calls = [0]
+    sync.push(1)
+    calls[0], began = 1, time.monotonic()
+    try:
+        sync.push(2)
+    except ConvtoolsError as error:
+        return str(error), time.monotonic() - began
+    return "pushed", 0.0
+
+
+def test_a_rank_that_stalls_holds_nobody_past_the_deadline(tmp_path: Path) -> None:
+    """The end of a gloo group waits for what is under way in it, for as long as that itself may take."""
+    import torch
+
+    receiver = Receiver(ShadowApplier(TensorWeights({"w": torch.zeros(9)})))
+    with Server(receiver, tmp_path / "engine"):
+        (said, seconds), _ = run(2, stalls, str(tmp_path / "engine"), where=tmp_path)
+    assert "did not answer in time" in said and seconds < 8
+    assert (receiver.state, receiver.version) == ("clean", 1)
