@@ -178,7 +178,8 @@ def _chunks(shards: Shards) -> Iterator[tuple[Rank, int, Named]]:
             yield rank, chunk, chunks if isinstance(chunks, Mapping) else chunks[chunk]
     if left:
         raise AccountingError(
-            f"the layout has no rank {tuple(min(left))} (tp, pp, ep, etp)", fix="see that layout and ranks agree"
+            f"the layout has no rank {tuple(min(left))} (tp, pp, ep, etp)",
+            fix="see that layout and ranks agree",
         )
 
 

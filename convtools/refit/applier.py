@@ -98,6 +98,11 @@ class _OverWeights:
         """Its live bytes."""
         return self._weights.buffer(tensor.name)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether its tensors are torch's, wherever they lie, and not memory of the host alone."""
+        return hasattr(self._weights, "device")
+
     def settle(self) -> None:
         """Wait until all that was written is there: a device does it later."""
         self._weights.settle()

@@ -14,7 +14,7 @@ from convtools.conversion.plan import Resolver, Target
 from convtools.conversion.source import Source, account
 from convtools.conversion.to_torch import local_fill
 from convtools.equality.live import dtype_of, named_tensors
-from convtools.errors import AccountingError, UsageError, together
+from convtools.errors import AccountingError, ParallelError, UsageError, together
 from convtools.families.blocks.embedding import padded_vocab_size
 from convtools.families.rank_tensors import EMBEDDING, OUTPUT, Held, Placement
 from convtools.layout.mapping import Mapping
@@ -68,6 +68,9 @@ def load_into(
     source = (
         store if isinstance(store, Source) else open_source(store, iteration=iteration, hf_config=hf_config)
     )
+    for axis, at in zip(Rank._fields, rank, strict=True):
+        if not 0 <= at < getattr(layout, axis):
+            raise ParallelError(f"{axis}={at} is no rank", expected=f"0 to {getattr(layout, axis) - 1}")
     extra = tuple(name for name in named if name.endswith("_extra_state"))
     live = {name: tensor for name, tensor in named.items() if name not in set(extra)}
     table = source.model.table(_padded(live, source, layout))
@@ -103,7 +106,7 @@ def load_into(
 def _padded(live: MappingABC[str, Any], source: Source, layout: ParallelLayout) -> int:
     """Rows of embedding and head over all ranks; a rank that holds neither does not care."""
     for name in (EMBEDDING, OUTPUT):
-        if name in live:
+        if name in live and len(live[name].shape):
             return int(live[name].shape[0]) * layout.tp
     return padded_vocab_size(source.model.spec.vocab, layout.tp, 1)
 
@@ -137,6 +140,10 @@ def writer(name: str, tensor: Any) -> Write:
 
         if not tensor.is_contiguous():
             raise UsageError(f"`{name}` is not contiguous", fix="give the tensor that owns the memory")
+        if tensor.is_neg() or tensor.is_conj():
+            raise UsageError(
+                f"`{name}` is a view that changes the sign", fix="give the tensor that owns the memory"
+            )
         flat = tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else None
         if flat is None:
             return lambda at, data: None

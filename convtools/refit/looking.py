@@ -3,6 +3,7 @@
 Memory of the host takes the compiled pass; on either side of a copy a device's may lie instead.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from convtools.equality.fingerprint import Fingerprint
@@ -22,23 +23,26 @@ def mark_of(data: Any, parts: "list[PartRow]") -> bytes:
     return looks.mark_of(data, parts)
 
 
-def bytes_of(data: Any) -> Any:
-    """As what can be sliced and copied from."""
+def bytes_of(data: Any, anywhere: bool) -> Any:
+    """A bucket as what can be sliced and copied from; on the host, unless it may lie `anywhere`."""
     import numpy as np
 
-    return np.frombuffer(data, "u1") if isinstance(data, memoryview) else data
+    if isinstance(data, memoryview):
+        return np.frombuffer(data, "u1")
+    return data if anywhere else data.cpu().numpy()
 
 
-def copy_into(to: Any, data: Any, start: int, value: Fingerprint | None) -> None:
-    """Copy, and add what lies at `to` then to `value`; the bytes lie at byte `start` of their tensor."""
-    import numpy as np
+Copying = Callable[[Any, Any, int, Fingerprint | None], object]
+"""Copy (to, from), and add what lies at `to` then to the value; it lies at that byte of its tensor."""
 
-    if isinstance(to, np.ndarray) and isinstance(data, np.ndarray):
-        copy_and_look(to.data, data.data, start, value)
-        return
+
+def copying(data: Any, on_device: bool) -> Copying:
+    """How a bucket's bytes get to tensors, which are on a device or not; chosen once a bucket."""
+    if isinstance(data, memoryview) and not on_device:
+        return copy_and_look
     from convtools.refit.device import looks
 
-    looks.copy_and_look(to, data, start, value)
+    return looks.copy_and_look
 
 
 def look(value: Fingerprint, start: int, data: Any) -> None:

@@ -87,14 +87,10 @@ class Packer:
     def _look(self, i: int, start: int, data: "Buffer", to: memoryview | None) -> None:
         """Copy a run of a tensor, unless it lies there already, and look at it."""
         tensor = self._plan.tensors[i]
-        value = self._value(i) if self._wanted else None
+        value = self._values.setdefault(i, Fingerprint()) if self._wanted else None
         floats = floats_of(tensor.dtype) if self._finite else NO_FLOATS
         if not copy_and_look(to, data, start, value, floats):
             raise self._not_finite(tensor, start, memoryview(data).nbytes)
-
-    def _value(self, i: int) -> Fingerprint:
-        """Of a tensor, as far as it was packed."""
-        return self._values.setdefault(i, Fingerprint())
 
     @staticmethod
     def _not_finite(tensor: Tensor, start: int, nbytes: int) -> RefitError:

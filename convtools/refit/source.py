@@ -17,6 +17,7 @@ from convtools.errors import UsageError, capped, tick
 from convtools.refit.arena import Arena, ArenaSource
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import Part, PlannedBucket, Tensor
+from convtools.refit.unchanged import Unchanged
 from convtools.refit.weights import described, flat_bytes
 from convtools.stores.base import Payload
 from convtools.stores.move import Unit
@@ -165,7 +166,7 @@ class SideSource:
         """Raises UsageError for a manifest, which holds no bytes."""
         if side.source is None:
             raise UsageError("a manifest holds no weights to push")
-        self._side = side
+        self._side, self._files = side, Unchanged(side.source)
         self._reader: _Into | None = None
         self._plain: Reader | None = None
         self._units: dict[Part, tuple[Unit, ...]] = {}
@@ -183,6 +184,7 @@ class SideSource:
 
     def begin(self) -> None:
         """New readers: what was read at the last push is not what is there now."""
+        self._files.begin()
         memory: Memory = self._side.memory
         self._reader, self._plain = _Into(memory, self._side.hub), Reader(memory, self._side.hub)
         for name, of in self._copies.items():
@@ -251,6 +253,7 @@ class SideSource:
             else:
                 data = cast(self._plain.gather(unit), unit.src_dtype, unit.dst_dtype, unit.plus)
                 to[unit.offset : unit.offset + len(data)] = data
+        self._files.check(gather.path for unit in units for gather in unit.gathers)
 
     def end(self) -> None:
         """Close files, let go of memory."""

@@ -9,7 +9,7 @@ from convtools.errors import capped, tick
 from convtools.refit.applier import Applier
 from convtools.refit.coverage import Coverage
 from convtools.refit.errors import RefitError
-from convtools.refit.looking import bytes_of, copy_into, look, mark_of
+from convtools.refit.looking import Copying, bytes_of, copying, look, mark_of
 from convtools.refit.plan import RefitPlan
 from convtools.refit.protocol import DRAIN, FINGERPRINT_NBYTES, Bucket, Open, PartRow
 from convtools.stores.base import DTYPE_NBYTES
@@ -56,22 +56,28 @@ class Transaction:
         for part in bucket.parts:
             self.coverage.add(part.tensor, part.start, part.start + part.nbytes)
         self.seen.add(bucket.index)
-        array, tied = bytes_of(data), _tied(aliases)
+        array, tied = bytes_of(data, getattr(applier, "copies", False)), _tied(aliases)
+        copy = copying(data, getattr(applier, "on_device", False))
         for part in bucket.parts:
-            self._write(part, array[part.offset : part.offset + part.nbytes], applier, tied)
+            self._write(part, array[part.offset : part.offset + part.nbytes], applier, tied, copy)
         settle: Callable[[], None] | None = getattr(applier, "settle", None)
         if settle is not None:  # the slot is filled again once this bucket is acknowledged
             settle()
 
     def _write(
-        self, part: PartRow, data: "np.ndarray[Any, Any]", applier: Applier, tied: frozenset[str]
+        self,
+        part: PartRow,
+        data: "np.ndarray[Any, Any]",
+        applier: Applier,
+        tied: frozenset[str],
+        copy: Copying,
     ) -> None:
         tensor, value = self.plan.tensors[part.tensor], None
         if self.fingerprints or tensor.name in tied:
             value = self.values.setdefault(part.tensor, Fingerprint())
         if getattr(applier, "copies", False):
-            copying: Callable[..., object] = applier.write
-            copying(tensor, part.start, data, lambda to, of: copy_into(to, of, part.start, value))
+            write: Callable[..., object] = applier.write
+            write(tensor, part.start, data, lambda to, of: copy(to, of, part.start, value))
             return
         step = _STEP if value is not None else part.nbytes
         for at in range(0, part.nbytes, step):

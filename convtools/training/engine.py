@@ -71,6 +71,8 @@ class Engine:
         """Steps that did not, because the gradient was not finite."""
         self._backwards = 0
         self._stepped = False
+        self._half = False
+        """Whether a backward pass did not come to its end."""
         _check_parameters(model, optimizer)
 
     def __call__(self, **batch: Any) -> Any:
@@ -86,17 +88,30 @@ class Engine:
         """
         if self._stepped:
             raise UsageError("the gradient of the last step is still there", fix="call zero_grad()")
+        self._refuse_half()
         if self._backwards == self.accumulate:
             raise UsageError(f"{self.accumulate} backward passes make a step", fix="call step()")
-        if not hasattr(loss, "requires_grad") or loss.numel() != 1 or not loss.requires_grad:
+        if (
+            not hasattr(loss, "requires_grad") or loss.numel() != 1
+            or not loss.requires_grad or loss.is_complex()
+        ):  # fmt: skip
             shape = list(getattr(loss, "shape", ()))
             raise UsageError(
                 "a loss is one number that depends on the weights",
                 found=f"{type(loss).__name__} {shape}, requires_grad={getattr(loss, 'requires_grad', False)}",
             )
         weight = 1 / self.accumulate if math.isfinite(float(loss.detach())) else math.nan
+        self._half = True
         loss.backward(loss.detach().new_full(loss.shape, weight))  # type: ignore[no-untyped-call]
+        self._half = False
         self._backwards += 1
+
+    def _refuse_half(self) -> None:
+        if self._half:
+            raise UsageError(
+                "a backward pass failed, and left a part of its gradient",
+                fix="call zero_grad(), and begin anew",
+            )
 
     def get_global_grad_norm(self) -> float:
         """The L2 norm of the whole gradient as it is now, over all ranks; each of them must ask.
@@ -113,6 +128,7 @@ class Engine:
         """
         if self._stepped:
             raise UsageError("this gradient was stepped already", fix="call zero_grad() and backward()")
+        self._refuse_half()
         if self._backwards != self.accumulate:
             raise UsageError(
                 "a step without its backward passes", expected=self.accumulate, found=self._backwards
@@ -142,7 +158,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop the gradient and begin a new window, also where the last one was not whole."""
         self.optimizer.zero_grad()
-        self._backwards, self._stepped = 0, False
+        self._backwards, self._stepped, self._half = 0, False, False
 
 
 def _check_parameters(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:

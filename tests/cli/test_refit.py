@@ -286,3 +286,16 @@ def test_the_reference_engine(tmp_path: Path) -> None:
     with started(second) as fresh:
         wanted = fresh.generate(prompt, max_new_tokens=12)
     assert after["ids"] == wanted["ids"] != before["ids"] and after["logprobs"] == wanted["logprobs"]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e9", "0", "-1"])
+def test_seconds_that_no_clock_has(hf: Path, engine: Serving, seconds: str) -> None:
+    for words in (("refit", hf, engine.url), ("refit", "check", engine.url)):
+        done = run(*words, "--timeout", seconds)
+        assert done.returncode == 2 and "--timeout" in done.stderr and "defect" not in done.stderr, done
+    assert engine.receiver.version == 0
+
+
+def test_urls_that_lead_to_nobody(hf: Path, engine: Serving) -> None:
+    refused(run("refit", hf, "http://127.0.0.1:0"), "names no port", code=2)
+    refused(run("compare", f"file://{hf}", engine.url), "is a directory, and no engine", code=2)

@@ -4,15 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
 
 from convtools.errors import UsageError
 from convtools.refit.errors import RefitError
-from convtools.refit.sinks.reload import ReloadSink
 from convtools.refit.sinks.url import find
-from convtools.refit.sync import WeightSync
 from tests.refit.engines import model, refill, versions_in
-from tests.refit.test_file_channel import CONFIG, Engine, on_disk, pushing
+from tests.refit.test_file_channel import Engine, on_disk, pushing
 
 
 class Interrupted(Engine):

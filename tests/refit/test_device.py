@@ -21,6 +21,7 @@ from convtools.refit.plan import Part
 from convtools.refit.protocol import PartRow
 from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import DirectSink
+from convtools.refit.sinks.checkpoint import CheckpointSink
 from convtools.refit.sync import WeightSync
 from convtools.refit.weights import TensorWeights
 from tests.refit.device_engine import on, receiver_of, versions
@@ -132,14 +133,21 @@ def test_either_side_may_lie_on_the_host(device: str, tmp_path: Path) -> None:
         assert versions(tensors) == [2] and {t.max() for t in plain.values()} == {2}
         assert sync.verify().equal
 
-    from safetensors.numpy import save_file
+    from safetensors.numpy import load_file, save_file
 
-    save_file(model(3), str(tmp_path / "model.safetensors"))
-    (tmp_path / "config.json").write_text("{}")
-    with WeightSync(tmp_path, sinks, bucket_bytes=BUCKET, device=device) as sync:  # gathered on the host
+    here = tmp_path / "here"
+    here.mkdir()
+    save_file(model(3), str(here / "model.safetensors"))
+    (here / "config.json").write_text("{}")
+    written = CheckpointSink(tmp_path / "there", {"config.json": b"{}"})
+    with WeightSync(
+        here, [*sinks, written], bucket_bytes=BUCKET, device=device
+    ) as sync:  # gathered on the host
         report = sync.push(3)
         assert versions(tensors) == [3] and {t.max() for t in plain.values()} == {3}
         assert report.staging_bytes == 3 * BUCKET  # two on the device, one on the host
+    found = load_file(str(next((tmp_path / "there").glob("*.safetensors"))))
+    assert {n: t.tobytes() for n, t in found.items()} == {n: t.tobytes() for n, t in model(3).items()}
 
 
 @ON

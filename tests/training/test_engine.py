@@ -140,3 +140,26 @@ def test_parameters_that_nobody_would_train() -> None:
     model.requires_grad_(False)
     with pytest.raises(UsageError, match="no parameter to train"):
         Engine(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_a_backward_pass_that_fails_halfway_is_not_built_on() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("in the first layer, when the last has its gradient")
+
+    hidden = model[0](torch.ones(2, 3))
+    hidden.register_hook(fails)
+    with pytest.raises(MemoryError):
+        engine.backward(model[1](hidden).mean())
+    assert model[1].bias.grad is not None
+    for act in (lambda: engine.backward(engine(input=torch.ones(2, 3)).mean()), engine.step):
+        with pytest.raises(UsageError, match="left a part of its gradient"):
+            act()
+    engine.zero_grad()
+    engine.backward(engine(input=torch.ones(2, 3)).mean())
+    assert model[1].bias.grad.tolist() == [1.0]
+    with pytest.raises(UsageError, match="one number"):
+        engine.zero_grad()
+        engine.backward(torch.tensor(1j, requires_grad=True))

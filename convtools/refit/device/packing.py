@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from convtools.equality.fingerprint import Fingerprint
 from convtools.refit.device.looks import all_finite, mark, value_of
 from convtools.refit.device.memory import as_tensor
 from convtools.refit.device.ring import DeviceRing
@@ -37,7 +38,7 @@ class DevicePacker(Packer):
             if self._wanted or self.checksums:
                 values.append((part, value_of(to, part.start)))
             if self._wanted:
-                self._value(part.tensor).add_value(values[-1][1])
+                self._values.setdefault(part.tensor, Fingerprint()).add_value(values[-1][1])
             self.pack_seconds += time.perf_counter() - began
         self._ring.device.settle()
         return mark(values) if self.checksums else bytes(16)

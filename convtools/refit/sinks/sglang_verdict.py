@@ -46,8 +46,8 @@ def sentence(
         return f"not equal: {said}{also}{aside}"
     if unread:
         equal = f"{_tensors(same)} equal by {MEANS}{where}; " if same else ""
-        names = capped(map(tick, unread), 3)
-        return f"could not tell: {equal}of {_tensors(len(unread))} nothing is known: {names}{aside}"
+        which = capped(map(tick, unread), 3)
+        return f"could not tell: {equal}of {_tensors(len(unread))} nothing is known: {which}{aside}"
     if not same:
         return plain
     weak = f"; {_tensors(counts[CLOSE])} as SGLang keeps them, see the notes" if counts[CLOSE] else ""

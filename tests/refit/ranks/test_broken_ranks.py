@@ -129,9 +129,7 @@ def test_a_rank_that_the_layout_does_not_have_is_not_passed_over() -> None:
     config = json.loads((CASE / "hf/config.json").read_text())
     layout = ParallelLayout(2, 1, 1, 2, even_stages(3, 1))
     ranks = [Rank(0, 0, 0, 0), Rank(1, 0, 0, 1), Rank(1, 0, 1, 1)]
-    held = {
-        rank: load_file(CASE / f"tp2pp1ep1/state_dict/tp{rank.tp}_pp0_ep0.safetensors") for rank in ranks
-    }
+    held = {rank: load_file(CASE / f"tp2pp1ep1/state_dict/tp{rank.tp}_pp0_ep0.safetensors") for rank in ranks}
     with pytest.raises(AccountingError, match=r"the layout has no rank \(1, 0, 1, 1\)"):
         merge([megatron_holdings([held[r]], MegatronPlace(layout, r, config)) for r in ranks])
     with pytest.raises(AccountingError, match=r"the layout has no rank \(1, 0, 1, 1\)"):
