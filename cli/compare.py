@@ -17,6 +17,14 @@ def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int 
     return int(value) if value and value.isdecimal() and len(value) < 20 else value
 
 
+def _seconds(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    from convtools.refit.protocol import MAX_SECONDS
+
+    if value is not None and not 0 < value <= MAX_SECONDS:  # NaN is neither
+        raise click.BadParameter(f"{value:g} is not above 0 and at most {MAX_SECONDS}")
+    return value
+
+
 @click.command()
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
@@ -46,6 +54,7 @@ def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int 
 @click.option(
     "--workers", type=int, default=min(4, os.cpu_count() or 1), show_default=True, help="Threads that read."
 )
+@click.option("--timeout", type=float, callback=_seconds, metavar="S", help="Seconds to wait for an engine.")
 @click.option("--no-causes", is_flag=True, help="Only measure differences; do not look for their cause.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
@@ -65,6 +74,7 @@ def command(
     iteration_b: int | str | None,
     hf_config: Path | None,
     workers: int,
+    timeout: float | None,
     no_causes: bool,
     as_json: bool,
     html: Path | None,
@@ -93,7 +103,9 @@ def command(
         if "://" in a or "://" in b:
             from convtools.refit.live_compare import compare_live
 
-            found = compare_live(a, b, options)
+            found = compare_live(a, b, options, timeout=timeout)
+        elif timeout is not None:
+            raise UsageError("--timeout is for a running engine", fix="leave it out")
         else:
             found = compare(a, b, options)
     except (UsageError, StorageError) as error:

@@ -6,23 +6,29 @@ from pathlib import Path
 import click
 
 from convtools.cli.render import human
-from convtools.errors import printable
+from convtools.errors import UsageError, printable, tick
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", metavar="PATH")
 @click.option("--iteration", metavar="N|release", help="Which saved iteration of a Megatron checkpoint.")
 @click.option(
     "--hf-config", type=click.Path(exists=True, path_type=Path), help="Folder with the model's config.json."
 )
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(path: Path, iteration: str | None, hf_config: Path | None, tensors: bool, as_json: bool) -> None:
+def command(path: str, iteration: str | None, hf_config: Path | None, tensors: bool, as_json: bool) -> None:
     """Say what checkpoint PATH is: format, family, layers, sizes, layout. Reads no weights."""
     from convtools.inspection import inspect
 
+    if "://" in path:
+        raise UsageError(
+            f"{tick(path)} is a URL: inspect reads checkpoints", expected="a checkpoint's folder",
+            fix="give its path" if path.startswith("file:")
+            else "engines are taken by `convtools refit`, `refit check` and `compare`",
+        )  # fmt: skip
     chosen = int(iteration) if iteration and iteration.isdecimal() and len(iteration) < 20 else iteration
-    found = inspect(path, iteration=chosen, hf_config=hf_config)
+    found = inspect(Path(path), iteration=chosen, hf_config=hf_config)
     if as_json:
         click.echo(json.dumps(found.to_dict(tensors=tensors), indent=2))
         return

@@ -38,6 +38,15 @@ class Loaded:
     """The model's buffers that are no weights but follow from config.json."""
 
 
+def check_folder(root: Path) -> None:
+    """Raise UsageError where there is no folder."""
+    if not root.is_dir():
+        raise UsageError(
+            f"{tick(str(root))} is a file" if root.exists() else f"there is no folder {tick(str(root))}",
+            expected="the folder of a Hugging Face checkpoint",
+        )
+
+
 def load(path: str | Path) -> Loaded:
     """Load a checkpoint's folder on the CPU, each tensor in the dtype in which it is stored.
 
@@ -45,13 +54,14 @@ def load(path: str | Path) -> Loaded:
     missing, has no place, or does not lie in the model's memory as it lies in the file.
     """
     root = Path(path)
+    check_folder(root)
     stored = open_hf(root)  # its headers are checked before anyone else reads them
     try:
         import torch
         import transformers
     except ImportError as error:
         raise UsageError(
-            f"the reference engine needs {error.name}", fix="pip install 'convtools[engine]'"
+            f"the reference engine needs {error.name}", fix="pip install -e '.[engine]' in convtools' source tree"
         ) from None
     with _quiet(transformers), torch.no_grad():
         model = _load(transformers, root)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from convtools.engine.generation import Generated, Generator, Request
-from convtools.engine.loading import load
+from convtools.engine.loading import check_folder, load
 from convtools.engine.prefixes import PrefixCache
 from convtools.engine.traffic import Traffic
 from convtools.engine.web import WebServer
@@ -48,36 +48,45 @@ class ReferenceEngine:
         drain: float = 30.0,
         wait: float = 30.0,
     ) -> None:
-        """Raises UsageError, CheckpointError; see `loading.load`."""
+        """Raises UsageError, CheckpointError; see `loading.load`. A port that is taken is found before it loads."""
         self.model = Path(model)
         """The folder that it was started on."""
         self.mode = mode
+        self._open = ExitStack()
+        check_folder(self.model)
+        web = WebServer(host, port)
+        self.url = web.url
+        """Where it answers."""
+        with ExitStack() as opening:
+            opening.callback(web.close)
+            self._start(web, opening, version, refit_dir, drain, wait)
+            self._open = opening.pop_all()
+
+    def _start(
+        self, web: WebServer, opening: ExitStack, version: int, refit_dir: str | os.PathLike[str] | None,
+        drain: float, wait: float,
+    ) -> None:  # fmt: skip
         self.loaded = load(self.model)
         """The model, and its memory by the checkpoint's names."""
         self.prefixes = PrefixCache()
         """Prompts that are not read twice."""
         self._traffic = Traffic(wait)
         self.receiver = Receiver(
-            _applier(mode, TensorWeights(self.loaded.named)), version=version, flush=self.prefixes.flush,
+            _applier(self.mode, TensorWeights(self.loaded.named)), version=version, flush=self.prefixes.flush,
             drain=drain, in_flight=self._traffic.usher,
         )  # fmt: skip
         """State and version, and the gate that its requests go through."""
         self.receiver.origin = str(self.model.absolute())
         self._traffic.receiver = self.receiver
         self._generator = Generator(self.loaded.model, self._traffic, self.prefixes)
-        self._open = ExitStack()
-        with ExitStack() as opening:
-            if refit_dir is None:
-                refit_dir = opening.enter_context(tempfile.TemporaryDirectory(prefix="convtools-refit-"))
-            self.refit_dir = Path(refit_dir).absolute()
-            """The directory of its refit socket: `LocalSink(engine.refit_dir)`."""
-            opening.enter_context(Server(self.receiver, self.refit_dir))
-            web = WebServer(host, port, self._pages(), self._generator.generate)
-            self.url = web.url
-            """Where it answers."""
-            opening.callback(web.close)
-            opening.callback(self._traffic.end)
-            self._open = opening.pop_all()
+        if refit_dir is None:
+            refit_dir = opening.enter_context(tempfile.TemporaryDirectory(prefix="convtools-refit-"))
+        self.refit_dir = Path(refit_dir).absolute()
+        """The directory of its refit socket: `LocalSink(engine.refit_dir)`."""
+        opening.enter_context(Server(self.receiver, self.refit_dir))
+        web.serve(self._pages(), self._generator.generate)
+        opening.callback(web.stop)
+        opening.callback(self._traffic.end)
 
     @property
     def version(self) -> int:

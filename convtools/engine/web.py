@@ -4,8 +4,8 @@ import io
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -26,28 +26,44 @@ Page = Callable[[], tuple[int, object]]
 
 
 class WebServer:
-    """Answers `pages` (path -> GET) and POST /generate until it is closed."""
+    """Has its address from the start, and answers at it from `serve` until it is closed."""
 
-    def __init__(
-        self, host: str, port: int, pages: dict[str, Page], generate: Callable[[Request], Generated]
-    ) -> None:
+    def __init__(self, host: str, port: int) -> None:
         """Raises UsageError where it cannot listen there; port 0 takes a free one."""
-        try:
-            self._server = _Server((host, port), pages, generate)
-        except (OSError, OverflowError) as error:
-            raise UsageError(f"cannot listen at {host}:{port}", found=str(error)) from None
+        self._at = f"{host}:{port}"
+        self._thread: threading.Thread | None = None
+        self._server = _Server((host, port))
+        with self._listening():
+            self._server.server_bind()
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_address[1]}"
         """Where it listens."""
+
+    def serve(self, pages: dict[str, Page], generate: Callable[[Request], Generated]) -> None:
+        """Answer `pages` (path -> GET) and POST /generate. Raises UsageError."""
+        self._server.pages, self._server.generate = pages, generate
+        with self._listening():  # of two that were bound, one listens
+            self._server.server_activate()
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), name="engine-http", daemon=True
         )
         self._thread.start()
 
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, OverflowError) as error:
+            self._server.server_close()
+            raise UsageError(
+                f"cannot listen at {self._at}", found=str(error), fix="choose another port, or 0 for a free one"
+            ) from None
+
     def close(self) -> None:
         """Take no more requests, and wait for those that are being answered."""
-        self._server.shutdown()
-        self._thread.join()
+        if self._thread is not None:
+            self._server.shutdown()
+            self._thread.join()
         self._server.hang_up()
         self._server.server_close()
 
@@ -56,15 +72,15 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = False  # they compute: none may be left when the interpreter ends
     request_queue_size = MAX_CONNECTIONS
 
-    def __init__(
-        self, at: tuple[str, int], pages: dict[str, Page], generate: Callable[[Request], Generated]
-    ) -> None:
-        self.pages, self.generate = pages, generate
+    pages: dict[str, Page]
+    generate: Callable[[Request], Generated]
+
+    def __init__(self, at: tuple[str, int]) -> None:
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._open: set[socket.socket] = set()
         if ":" in at[0]:
             self.address_family = socket.AF_INET6
-        super().__init__(at, _Handler)
+        super().__init__(at, _Handler, bind_and_activate=False)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):

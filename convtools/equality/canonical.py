@@ -125,11 +125,13 @@ def open_side(
     iteration: int | str | None = None,
     hf_config: Path | None = None,
     other_root: Path | None = None,
+    manifest: bool = True,
 ) -> Side:
     """Open a folder, `org/name[@revision]`, manifest, opened source, live tensors; reads metadata only.
 
     `other_root` is the other side's Hugging Face folder, whose config a Megatron checkpoint that has none
-    may borrow. Raises CheckpointError, ConfigError, AccountingError, UsageError.
+    may borrow. `manifest`: whether errors offer one. Raises CheckpointError, ConfigError, AccountingError,
+    UsageError.
     """
     if isinstance(given, Side):
         return given
@@ -152,7 +154,7 @@ def open_side(
             found=type(given).__name__,
         )
     path = Path(given)
-    check_given(path, str(given))
+    check_given(path, str(given), manifest)
     if path.suffix == ".json" and path.is_file():
         return _of_manifest(str(given), read_manifest(path))
     return _of_folder(str(given), iteration, hf_config, other_root)

@@ -9,8 +9,11 @@ _OF_FOLDERS = ("config.json", "generation_config.json", "tokenizer.json", "token
 """JSON files that lie in a checkpoint's folder and are no manifest."""
 
 
-def check_given(path: Path, given: str) -> None:
-    """Raise UsageError for a path that is not there, and for a file of a checkpoint in its folder's place."""
+def check_given(path: Path, given: str, manifest: bool = True) -> None:
+    """Raise UsageError for a path that is not there, and for a file of a checkpoint in its folder's place.
+
+    `manifest`: whether one would do.
+    """
     if path.is_dir():
         return
     if not path.exists():
@@ -19,12 +22,13 @@ def check_given(path: Path, given: str) -> None:
         if path.suffix == ".json" or parse_repo(given) is None:
             raise UsageError(
                 f"there is no {'file' if path.suffix == '.json' else 'folder'} {tick(given)}",
-                expected="a checkpoint's folder, a manifest (.json), or org/name[@revision] on the Hub",
+                expected=f"a checkpoint's folder,{' a manifest (.json),' * manifest} "
+                "or org/name[@revision] on the Hub",
             )
         return
     if path.suffix != ".json" or path.name in _OF_FOLDERS or path.name.endswith(".index.json"):
         raise UsageError(
             f"{tick(given)} is a file",
-            expected="a checkpoint's folder, or a manifest (.json)",
+            expected="a checkpoint's folder" + ", or a manifest (.json)" * manifest,
             fix=f"give its folder: {path.parent}",
         )

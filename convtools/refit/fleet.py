@@ -12,6 +12,7 @@ from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan
 from convtools.refit.protocol import (
     ABORT,
+    CLEAN,
     DRAIN,
     KEEP,
     MAX_SECONDS,
@@ -24,6 +25,7 @@ from convtools.refit.protocol import (
     Prepare,
     wire_text,
 )  # fmt: skip
+from convtools.refit.refusal import committed_in_part, committed_nowhere
 from convtools.refit.sinks.base import Sink
 from convtools.refit.trace import Trace
 
@@ -143,7 +145,7 @@ class Fleet:
 
         Raises RefitError, with the state of each sink.
         """
-        failed, begun = list[str](), False
+        failed, begun = list[RefitError](), False
         self.took_part = [link for link in self.links if link.is_open]
         for link in self.took_part:
             before = link.version
@@ -152,19 +154,18 @@ class Fleet:
                     link.commit(Commit(link.token, self._attempt), version, self.timeout)
                 begun = True
             except RefitError as error:
-                failed.append(error.what)
+                failed.append(error)
                 said_no = link.connected and not isinstance(error, PeerError | FrameError)
                 link.abort(Abort(link.token, self._attempt, "the commit failed"), self.timeout)
                 if not begun and said_no and link.version == before:
                     self.abort("another sink could not commit")
-                    break
+                    raise committed_nowhere(version, error, self._whole(), self.states()) from error
                 begun = True
         if failed:
-            raise RefitError(
-                f"version {version} was prepared everywhere and not committed everywhere",
-                found=f"{capped(failed)}; now {self.states()}",
-                fix="each sink serves one whole version or none; push again",
-            )
+            raise committed_in_part(version, failed, len(self.took_part), self.states())
+
+    def _whole(self) -> bool:
+        return all(link.state == CLEAN for link in self.took_part)
 
     def abort(self, why: object) -> None:
         """Everywhere."""
@@ -174,7 +175,15 @@ class Fleet:
 
     def states(self) -> str:
         """For an error."""
-        return capped(f"{tick(link.name)} {link.state} at version {link.version}" for link in self.links)
+        return capped(link.standing() for link in self.links)
+
+    def not_flushed(self) -> list[str]:
+        """Of the last commit, for the report: sinks that did not say that they emptied caches."""
+        return [
+            f"flush: {link.name} has no caches to empty, or did not say"
+            for link in self.took_part
+            if self._flush and not link.flushed and getattr(link.sink, "caches", True)
+        ]
 
     def close(self) -> None:
         """Hang up everywhere."""

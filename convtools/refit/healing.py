@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from convtools.errors import ConvtoolsError, UsageError
+from convtools.errors import ConvtoolsError, UsageError, capped, tick
 from convtools.refit.fleet import Fleet
 from convtools.refit.packing import Packer
 from convtools.refit.plan import make_plan
@@ -18,13 +18,13 @@ def heal(
     reading: Callable[[PushSource], AbstractContextManager[Packer]],
     fingerprints: bool,
 ) -> str:
-    """Push the base version again to sinks that hold a mix; says what came of it, if it failed."""
-    said = ""
+    """Push the base version again to sinks that hold a mix; says what came of it at each."""
+    said: list[str] = []
     for link in [link for link in fleet.links if link.state == POISONED]:
         try:
             source = open_push_source(base(link.version))
             if make_plan(source.tensors(), fleet.plan.bucket_bytes).digest != fleet.plan.digest:
-                raise UsageError("the base version has other tensors than the source")
+                raise UsageError("it has other tensors than the source")
             with reading(source) as packer:
                 try:
                     fleet.open(link.version, force=False, fingerprints=fingerprints, only=[link])
@@ -34,6 +34,9 @@ def heal(
                     fleet.abort(error)
                     raise
                 fleet.commit(link.version)
-        except ConvtoolsError as error:
-            said = f"the base version could not be pushed again: {error.what}"
-    return said
+        except Exception as error:  # `base` is the caller's own, and what failed first must be told
+            why = error.what if isinstance(error, ConvtoolsError) else f"{type(error).__name__}: {error}"
+            said.append(f"base({link.version}) could not be restored at {tick(link.name)}: {why}")
+        else:
+            said.append(f"base({link.version}) was restored at {tick(link.name)}")
+    return capped(said)

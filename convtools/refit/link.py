@@ -27,6 +27,8 @@ from convtools.refit.protocol import (
     Refused,
     Told,
 )  # fmt: skip
+from convtools.refit.refusal import refusal_of
+from convtools.refit.report import SinkReport
 from convtools.refit.sinks.base import Sink
 
 _A = TypeVar("_A")
@@ -93,6 +95,19 @@ class Link:
             )
         self._possible = {found}
 
+    def standing(self) -> str:
+        """For an error."""
+        if self.version < 0 and self.state == "unknown":
+            return f"{tick(self.name)} never reached"
+        return f"{tick(self.name)} {self.state} at version {self.version}"
+
+    def report(self) -> SinkReport:
+        """After a push."""
+        return SinkReport(
+            self.name, self.state, self.version, self.mode, self.undo_bytes, self.consume_seconds,
+            self.flushed,
+        )  # fmt: skip
+
     def open(self, question: Open, timeout: float) -> None:
         """Begin a transaction. Raises RefitError."""
         self.consumed, self.consume_seconds = 0, 0.0
@@ -150,7 +165,9 @@ class Link:
         if len(told.fingerprints) != count or any(row.tensor >= count for row in told.weaker):
             self.drop()
             raise RefitError(
-                f"{tick(self.name)} has other tensors", expected=count, found=len(told.fingerprints)
+                f"{tick(self.name)} told of other tensors than it was asked for",
+                expected=count,
+                found=len(told.fingerprints),
             )
         return told
 
@@ -187,7 +204,7 @@ class Link:
     def _expect(self, answer: Answer, kind: type[_A]) -> _A:
         if isinstance(answer, Refused):
             self.state, self.version = answer.state, answer.version
-            raise RefitError(f"{tick(self.name)} refused: {answer.reason}")
+            raise refusal_of(self.name, answer.reason)
         if not isinstance(answer, kind):
             self.drop()
             raise RefitError(f"{tick(self.name)} answered something else", found=type(answer).__name__)

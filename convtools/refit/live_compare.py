@@ -39,14 +39,16 @@ class _Asked:
 
 
 def compare_live(
-    a: str, b: str, options: CompareOptions | None = None, *, timeout: float = 600.0
+    a: str, b: str, options: CompareOptions | None = None, *, timeout: float | None = None
 ) -> Comparison:
     """Compare two sets of weights, of which one at least is the URL of an engine.
 
+    `timeout`: seconds to wait for any one answer; by default 60, and 600 for fingerprints.
     Raises UsageError for a tolerance, PeerError and RefitError where an engine does not answer, is
     changing its weights, or cannot tell what it serves; and what `compare` raises.
     """
     began = time.monotonic()
+    soon, late = timeout or 60.0, timeout or 600.0
     options = options or CompareOptions()
     options.check()
     if options.tolerant or options.ignore_dtype:
@@ -56,7 +58,7 @@ def compare_live(
     for text in (a, b):
         if text.startswith("file:"):
             raise UsageError(f"{tick(text)} is a directory, and no engine", fix="give its path")
-    engines = [find(url, timeout=min(timeout, 30.0)) if is_url(url) else None for url in (a, b)]
+    engines = [find(url, timeout=min(soon, 30.0)) if is_url(url) else None for url in (a, b)]
     sides = [
         None if engine else _opened(given, side, options)
         for engine, given, side in zip(engines, (a, b), "ab", strict=True)
@@ -66,10 +68,10 @@ def compare_live(
             # An engine that gives no bytes back, but digests of its own that can be computed here.
             compared = getattr(engine.sinks[0], "compared", None)
             if compared is not None:
-                found_so: Comparison = compared(side, options, letter)
+                found_so: Comparison = compared(side, options, letter, timeout)
                 return found_so
-    likely = _likely(next((side for side in sides if side is not None), None), engines, timeout)
-    asked = [list(_ask(engine, likely, timeout)) if engine else [] for engine in engines]
+    likely = _likely(next((side for side in sides if side is not None), None), engines, soon)
+    asked = [list(_ask(engine, likely, soon, late)) if engine else [] for engine in engines]
     given = [
         [(rank.manifest, rank) for rank in _distinct(ranks)] if engine else [(side, None)]
         for engine, side, ranks in zip(engines, sides, asked, strict=True)
@@ -82,7 +84,7 @@ def compare_live(
             found = one
     assert found is not None
     ranks = [rank for engine in asked for rank in engine]
-    _still(ranks, timeout)
+    _still(ranks, late)
     return _weakened(found, ranks, time.monotonic() - began)
 
 
@@ -109,13 +111,13 @@ def _likely(side: Side | None, engines: list[Found | None], timeout: float) -> t
     return ()
 
 
-def _ask(engine: Found, likely: tuple[Tensor, ...], timeout: float) -> Iterator[_Asked]:
+def _ask(engine: Found, likely: tuple[Tensor, ...], soon: float, late: float) -> Iterator[_Asked]:
     """What every rank of an engine serves. Raises RefitError unless it can tell, and serves whole weights."""
     for sink in engine.sinks:
-        tensors = held(sink, timeout) or likely
+        tensors = held(sink, soon) or likely
         if not tensors:
             raise RefitError(f"{tick(sink.name)} cannot list its tensors", fix="compare it with a checkpoint")
-        told = served(sink, tensors, timeout)
+        told = served(sink, tensors, late)
         if told.state != CLEAN:
             raise RefitError(
                 f"{tick(sink.name)} is {told.state}: what it holds is no version",

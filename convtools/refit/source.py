@@ -279,7 +279,7 @@ def open_push_source(given: Any, tied: Mapping[str, str] | None = None, device: 
     if isinstance(given, Shards | Side | str | Path) or not (
         callable(given) or named_tensors(given) is not None
     ):
-        return SideSource(open_side(given))
+        return SideSource(open_side(given, manifest=False))
     if device is not None:
         from convtools.refit.device.source import DeviceSource
 

@@ -12,8 +12,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from convtools.errors import ConvtoolsError, UsageError
+from convtools.errors import ConvtoolsError, UsageError, capped, tick
 from convtools.refit.arena import Arena
+from convtools.refit.arguments import listed_sinks, step_of
 from convtools.refit.bucket import Ring
 from convtools.refit.errors import RefitError
 from convtools.refit.fleet import Fleet
@@ -21,16 +22,18 @@ from convtools.refit.healing import heal
 from convtools.refit.link import Link
 from convtools.refit.packing import Packer
 from convtools.refit.plan import RefitPlan, make_plan
-from convtools.refit.protocol import DRAIN, POISONED, UPDATING, InFlight
+from convtools.refit.protocol import DRAIN, POISONED, InFlight
 from convtools.refit.ranks.gathering import check_gathered
 from convtools.refit.ranks.source import RankedSource
 from convtools.refit.reading import reading
-from convtools.refit.report import CheckReport, PushReport, SinkReport, VerifyReport, differing
-from convtools.refit.selftest import IN_PLACE, SelfTest
+from convtools.refit.refusal import not_pushed
+from convtools.refit.report import CheckReport, PushReport, VerifyReport, differing
+from convtools.refit.selftest import SelfTest
 from convtools.refit.sinks.base import Sink
 from convtools.refit.source import PushSource, open_push_source
 from convtools.refit.staging import staged
 from convtools.refit.trace import Trace
+from convtools.refit.verifying import compared
 
 _Report = TypeVar("_Report")
 BUCKET_BYTES = 8 << 20  # what one side wrote is still in the cache when the other reads it
@@ -84,7 +87,7 @@ class WeightSync(AbstractContextManager["WeightSync"]):
         device: Any = None,
     ) -> None:
         """Raises UsageError, RefitError, and what opening the source raises."""
-        listed = list(sinks)
+        listed = listed_sinks(sinks)
         self._source = open_push_source(source, tied, device)
         if not listed and self._source.leads:
             raise UsageError("a push needs a sink at least")
@@ -133,12 +136,11 @@ class WeightSync(AbstractContextManager["WeightSync"]):
     def push(self, version: int, *, force: bool = False) -> PushReport:
         """Make every sink serve the source's weights as `version`.
 
-        With `force`, whatever version a sink serves is accepted, and may be lowered. Raises RefitError
-        after an abort everywhere; it names the state of each sink, and the next push starts afresh.
+        With `force`, whatever version a sink serves is accepted, may be lowered, and may get other weights
+        than it was committed with. Raises RefitError after an abort everywhere; it names the state of each
+        sink, and the next push starts afresh.
         """
-        if type(version) is not int or not 0 <= version < 1 << 62:
-            raise UsageError("a version is a step of the trainer", found=repr(version))
-        return self._together("push", (version, force), lambda: self._push(version, force))
+        return self._together("push", (step_of(version), force), lambda: self._push(version, force))
 
     def _together(self, what: str, args: tuple[int | None, ...], run: Callable[[], _Report]) -> _Report:
         """Of several ranks one does it, and the others serve it their bytes."""
@@ -148,7 +150,12 @@ class WeightSync(AbstractContextManager["WeightSync"]):
         return found
 
     def _reading(
-        self, inside: PushSource | None = None, *, finite: bool = True, fingerprints: bool = False
+        self,
+        inside: PushSource | None = None,
+        *,
+        finite: bool = True,
+        fingerprints: bool = False,
+        refused: Callable[[ConvtoolsError], ConvtoolsError] | None = None,
     ) -> AbstractContextManager[Packer]:
         """Of the source, or of another one `inside` of such a pass."""
         if self._closed or not self._links:
@@ -156,12 +163,13 @@ class WeightSync(AbstractContextManager["WeightSync"]):
         return reading(
             inside or self._source, self.plan, None if inside else self._busy, self._before_read,
             finite=finite and self._finite, fingerprints=fingerprints or self._fingerprints,
-            checksums=self._checksums, packs=self._packs,
+            checksums=self._checksums, packs=self._packs, refused=refused,
         )  # fmt: skip
 
     def _push(self, version: int, force: bool) -> PushReport:
         began = time.perf_counter()
-        with self._reading() as packer, self._trace.timed("push", "push", version=version):
+        refused = partial(self._refused, version)
+        with self._reading(refused=refused) as packer, self._trace.timed("push", "push", version=version):
             try:
                 self._fleet.open(version, force=force, fingerprints=self._fingerprints)
                 self._fleet.stream(packer)
@@ -170,7 +178,7 @@ class WeightSync(AbstractContextManager["WeightSync"]):
             except BaseException as error:
                 self._fleet.abort(error)
                 if isinstance(error, ConvtoolsError):
-                    raise self._refused(version, error) from error
+                    raise refused(error) from error
                 raise
             try:
                 self._fleet.commit(version)
@@ -190,40 +198,39 @@ class WeightSync(AbstractContextManager["WeightSync"]):
     def _verify(self) -> VerifyReport:
         with self._reading(fingerprints=True) as packer:
             wanted = self._values(packer)
-            differ: dict[str, tuple[str, ...]] = {}
-            unreadable: dict[str, str] = {}
-            weaker: dict[str, dict[str, str]] = {}
-            for link in self._links:
-                try:
-                    link.refresh(self.plan, self._ring, self._timeout, True)
-                    told = link.told("serves", len(wanted), self._timeout)
-                except RefitError as error:
-                    unreadable[link.name] = error.what
-                    continue
-                if told.state == POISONED or (told.state == UPDATING and link.mode in IN_PLACE):
-                    unreadable[link.name] = f"it is {told.state}, and serves nothing"
-                elif names := differing(self.plan.tensors, wanted, told.fingerprints):
-                    differ[link.name] = names
-                if told.weaker:
-                    weaker[link.name] = {self.plan.tensors[row.tensor].name: row.why for row in told.weaker}
-            return VerifyReport(len(self.plan.tensors), differ, unreadable, weaker)
+            return compared(self._links, self.plan, self._ring, wanted, self._timeout)
 
     def check(self, version: int | None = None) -> CheckReport:
         """The self-test: a second push of the same weights changes nothing, and one changed bit shows.
 
-        Pushes the source first, as `version` (by default the highest that a sink serves). The canaries are
-        written in a transaction that is prepared, read back and aborted: they are never served. A sink
-        that writes in place and cannot go back serves nothing from then on until the push that ends it.
+        By default every sink must serve the source's weights, which are pushed as the version that it has:
+        what is served does not change. With a `version` they are pushed as that, whatever is served. The
+        canaries are written in a transaction that is prepared, read back and aborted: they are never
+        served. A sink that writes in place and cannot go back serves nothing from then on until the push
+        that ends it. Raises UsageError where a sink serves other weights, or cannot tell, RefitError.
         """
+        if version is not None:
+            step_of(version)
         return self._together("check", (version,), lambda: self._check(version))
 
     def _check(self, version: int | None) -> CheckReport:
+        at = self._as_served() if version is None else version
         with self._packed():
             canaries = self._reading(finite=False, fingerprints=True)
-            for link in self._links:
-                link.refresh(self.plan, self._ring, self._timeout, False)
-            at = max(link.version for link in self._links) if version is None else version
             return SelfTest(self._fleet, self.push, lambda: canaries).run(at)
+
+    def _as_served(self) -> int:
+        """The version at which every sink serves the source's weights. Raises UsageError."""
+        seen = self._verify()
+        versions = {link.version for link in self._links}
+        if seen.equal and len(versions) == 1:
+            return versions.pop()
+        found = [f"{tick(n)}: {len(names)} tensors differ" for n, names in seen.differing.items()]
+        found += [f"{tick(n)}: {why}" for n, why in seen.unreadable.items()]
+        raise UsageError(
+            "the engine does not serve the source's weights" if found else "the sinks serve several versions",
+            found=capped(found) if found else self._fleet.states(), fix="push first, or give check a version",
+        )  # fmt: skip
 
     @contextmanager
     def _packed(self) -> Iterator[None]:
@@ -269,30 +276,19 @@ class WeightSync(AbstractContextManager["WeightSync"]):
             version, len(self.plan.tensors), len(self.plan.buckets), self.plan.nbytes,
             self._ring.staging_bytes, seconds, packer.gather_seconds, packer.pack_seconds,
             packer.wait_seconds, time.perf_counter() - prepared,
-            tuple(
-                SinkReport(
-                    link.name, link.state, link.version, link.mode, link.undo_bytes, link.consume_seconds,
-                    link.flushed,
-                )
-                for link in self._fleet.took_part
-            ),
-            (*(name for name, on in off.items() if not on), *getattr(self._source, "unchecked", ())), changed,
+            tuple(link.report() for link in self._fleet.took_part),
+            (*(name for name, on in off.items() if not on), *self._fleet.not_flushed(),
+             *getattr(self._source, "unchecked", ())), changed,
         )  # fmt: skip
 
-    def _refused(self, version: int | None, error: ConvtoolsError) -> RefitError:
+    def _refused(self, version: int | None, error: ConvtoolsError) -> ConvtoolsError:
         """The same, with the state of each sink, after what can be healed was."""
         poisoned = self._base is not None and any(link.state == POISONED for link in self._links)
         with self._packed() if poisoned else nullcontext():
             healed = "" if self._base is None else heal(
                 self._fleet, self._base, lambda source: self._reading(source), self._fingerprints
             )  # fmt: skip
-        found = "; ".join(str(part) for part in (error.found, healed) if part)
-        return RefitError(
-            error.what if version is None else f"version {version} was not pushed: {error.what}",
-            where=error.where, expected=error.expected,
-            found=f"{found}; now {self._fleet.states()}" if found else self._fleet.states(),
-            fix=error.fix,
-        )  # fmt: skip
+        return not_pushed(version, error, healed, self._fleet.states())
 
     def _values(self, packer: Packer) -> list[bytes]:
         for index, bucket in enumerate(self.plan.buckets):

@@ -177,7 +177,9 @@ def _wait(sock: socket.socket, event: int, until: float) -> None:
     poll.register(sock, event)
     left = until - time.monotonic()
     if left <= 0 or not poll.poll(left * 1000):
-        raise PeerError("the peer did not answer in time")
+        raise PeerError(
+            "the peer did not answer in time", fix="it hangs, is stopped, or needs more time: raise the timeout"
+        )
 
 
 def _send_raw(sock: socket.socket, data: bytes, until: float) -> None:

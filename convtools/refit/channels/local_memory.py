@@ -62,7 +62,9 @@ def read_key(directory: Path) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise PeerError(f"no key of an engine: {error.strerror}", where=path) from None
+        raise PeerError(
+            f"no key of an engine: {error.strerror}", where=path, fix="is the engine up, and is it yours?"
+        ) from None
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -83,7 +85,10 @@ def dial(directory: str | os.PathLike[str], timeout: float) -> Connection:
         try:
             _at(where, sock.connect)
         except OSError as error:
-            raise PeerError(f"no engine listens: {error}", where=where / SOCKET) from None
+            raise PeerError(
+                f"no engine listens: {error.strerror or error}", where=where / SOCKET,
+                fix="it was killed, or has ended: start it again, and give the directory that it names",
+            ) from None  # fmt: skip
         return dial_peer(sock, key, timeout)
     except BaseException:
         sock.close()

@@ -90,7 +90,7 @@ class RankGroup:
         return [t[:n].numpy().tobytes() for t, n in zip(found, lengths, strict=True)]
 
     def _all_gather(self, into: "list[torch.Tensor]", mine: "torch.Tensor", until: float) -> None:
-        from torch.distributed.distributed_c10d import AllgatherOptions
+        from torch._C._distributed_c10d import AllgatherOptions
 
         options = AllgatherOptions()  # gloo's own deadline as well: the end of a group waits for its threads
         options.timeout = timedelta(seconds=max(until - time.monotonic(), 0.001))
@@ -110,7 +110,7 @@ class RankGroup:
 
     def broadcast(self, tensor: "torch.Tensor", of: int = 0) -> Any:
         """Begin to send to all, or to receive from `of`. Raises PeerError."""
-        from torch.distributed.distributed_c10d import BroadcastOptions
+        from torch._C._distributed_c10d import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank, options.timeout = of, timedelta(seconds=self.timeout)

@@ -74,7 +74,7 @@ class RankedSource(InStep):
         """All of it as one source."""
         source = self.merged.source
         if isinstance(source, Source):
-            side = open_side(source)
+            side = open_side(source, manifest=False)
             self.resolver, shapes, dtypes = side.resolver, dict(side.hf), dict(side.dtypes)
         else:
             loose: Any = source  # it has no table, and is asked for none

@@ -226,7 +226,8 @@ class CheckpointSink(DirectSink):
         fsync: bool = True,
     ) -> None:
         """`files` as for `CheckpointApplier`; `options` as for `convtools.convert`. Raises UsageError."""
-        where = Path(dst)
+        self.written = where = Path(dst)
+        """The directory."""
         applier: CheckpointApplier
         if options is None or options.to == "hf":
             applier = CheckpointApplier(where, files, max_shard_size=max_shard_size, fsync=fsync)

@@ -26,7 +26,10 @@ def directory_sink(url: str, path: Path, query: str, source: str | os.PathLike[s
     """
     asked = _asked(url, query)
     if source is None:
-        raise UsageError(f"{url}: a directory takes its config.json from the checkpoint that is pushed")
+        raise UsageError(
+            f"{url}: a directory takes its config.json from the checkpoint that is pushed",
+            fix="say which that is: connect(url, source=CKPT)",
+        )
     to, reload = asked.pop("to", "hf"), asked.pop("reload", None)
     if to not in ("hf", "torch_dist", "torch"):
         raise UsageError(f"{url}: {tick(to)} is no format", expected="hf, torch_dist or torch")

@@ -95,7 +95,7 @@ def ask(
         raw = answer.read(MAX_ANSWER + 1)
     except (OSError, http.client.HTTPException, ValueError) as error:
         if late.is_set() or isinstance(error, TimeoutError):
-            raise PeerError(f"no answer within {timeout:g} s", where=where) from None
+            raise _late(timeout, where) from None
         text = getattr(error, "strerror", None) or f"{type(error).__name__}: {str(error)[:200]}"
         raise PeerError(
             f"no server answers: {text}", where=where, fix="is it up, and is this its port?"
@@ -104,10 +104,17 @@ def ask(
         timer.cancel()
         connection.close()
     if late.is_set():
-        raise PeerError(f"no answer within {timeout:g} s", where=where)
+        raise _late(timeout, where)
     if len(raw) > MAX_ANSWER:
         raise PeerError("the server's answer is too long", where=where, expected=f"<= {MAX_ANSWER} bytes")
     return Reply(answer.status, _object(raw))
+
+
+def _late(timeout: float, where: str) -> PeerError:
+    return PeerError(
+        f"no answer within {timeout:g} s", where=where,
+        fix="it hangs, is stopped, or needs more time: raise the timeout",
+    )  # fmt: skip
 
 
 def _object(raw: bytes) -> dict[str, Any]:

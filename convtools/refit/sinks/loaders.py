@@ -19,12 +19,12 @@ class SGLangLoader:
     """SGLang, by its route `/update_weights_from_disk`; it empties its caches with it."""
 
     def __init__(self, base: Base, *, timeout: float = TIMEOUT, key: str | None = None) -> None:
-        self._base, self._timeout, self._key = base, timeout, key
+        self.base, self._timeout, self._key = base, timeout, key
 
     def load(self, directory: Path, version: int) -> None:
         """Raises PeerError, RefitError with SGLang's own words."""
         body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
-        reply = ask(self._base, "/update_weights_from_disk", self._timeout, body=body, key=self._key)
+        reply = ask(self.base, "/update_weights_from_disk", self._timeout, body=body, key=self._key)
         if reply.status != 200 or reply.body.get("success") is not True:
             raise RefitError(
                 "the engine did not load the directory", where=directory,
@@ -34,7 +34,7 @@ class SGLangLoader:
     def version(self) -> int | None:
         """Its weight version; None where it has none, or one that is no number."""
         for path in ("/model_info", "/get_model_info"):
-            reply = ask(self._base, path, self._timeout, key=self._key)
+            reply = ask(self.base, path, self._timeout, key=self._key)
             if reply.status == 200:
                 return number(reply.body.get("weight_version"))
         return None
@@ -48,25 +48,25 @@ class SocketLoader:
     """An engine with our socket, which takes the directory's files over it and tells what it serves."""
 
     def __init__(self, sink: Sink, *, timeout: float = TIMEOUT) -> None:
-        self._sink, self._timeout = sink, timeout
+        self.sink, self._timeout = sink, timeout
 
     def load(self, directory: Path, version: int) -> None:
         """Raises what a push raises."""
         from convtools.refit.sync import WeightSync
 
-        with WeightSync(str(directory), [self._sink], timeout=self._timeout, finite=False) as sync:
+        with WeightSync(str(directory), [self.sink], timeout=self._timeout, finite=False) as sync:
             sync.push(version, force=True)
 
     def version(self) -> int:
         """Raises RefitError."""
-        return standing(self._sink, self._timeout).version
+        return standing(self.sink, self._timeout).version
 
     def fingerprints(self, tensors: Sequence[Tensor]) -> tuple[bytes, ...]:
         """Of its own bytes, of each tensor that it holds or that the push brought."""
-        names = {t.name for t in held(self._sink, self._timeout) or tensors}
+        names = {t.name for t in held(self.sink, self._timeout) or tensors}
         if missing := [t.name for t in tensors if t.name not in names]:
             raise RefitError("the engine holds other tensors", found=tick(missing[0]))
-        return served(self._sink, tensors, self._timeout).fingerprints
+        return served(self.sink, tensors, self._timeout).fingerprints
 
 
 def loader_of(url: str, timeout: float = 10.0) -> Loader:

@@ -20,8 +20,9 @@ class LocalSink:
     """Whether buckets may lie on a device."""
 
     def __init__(self, directory: str | os.PathLike[str], name: str | None = None) -> None:
-        self._directory = os.fspath(directory)
-        self.name = name or self._directory
+        self.directory = os.fspath(directory)
+        """Where the engine's socket lies."""
+        self.name = name or self.directory
         self._connection: Connection | None = None
         self._ring: Ring | None = None
 
@@ -36,7 +37,7 @@ class LocalSink:
         return self.receive(timeout)
 
     def _dial(self, timeout: float) -> Connection:
-        return dial(self._directory, timeout)
+        return dial(self.directory, timeout)
 
     def inquire(self, question: Question, timeout: float) -> Answer:
         """One question on a connection of its own, before anything is agreed on. Raises PeerError."""

@@ -213,8 +213,11 @@ class ReloadSink(DirectSink):
         fsync: bool = True,
     ) -> None:
         """`files` as for `CheckpointSink`; `engine`: a `Loader`, or a call with directory and version."""
-        where = Path(dst)
+        self.written = where = Path(dst)
+        """The directory."""
         loader: Loader = engine if hasattr(engine, "load") else _Called(engine)  # type: ignore[assignment]
+        self.loader = loader
+        """How the engine is told."""
         applier = ReloadApplier(where, files, loader, max_shard_size=max_shard_size, fsync=fsync)
         at = loader.version()
         super().__init__(

@@ -17,6 +17,7 @@ from convtools.refit.plan import RefitPlan
 from convtools.refit.protocol import CLEAN, POISONED, UPDATING, Answer, Ask, Open, Question
 from convtools.refit.receiver import Receiver
 from convtools.refit.sinks.base import agree
+from convtools.refit.sinks.http_json import Base
 from convtools.refit.sinks.sglang_applier import ABORT_SECONDS, SGLangApplier
 from convtools.refit.sinks.sglang_http import HttpClient
 from convtools.refit.sinks.sglang_local import check_local
@@ -129,7 +130,20 @@ class SGLangSink:
             raise PeerError("the server generated nothing", found=repr(found)[:200])
         return json.dumps(tokens).encode()
 
-    def compared(self, side: "Side", options: "CompareOptions", engine: str) -> "Comparison":
+    @property
+    def base(self) -> Base:
+        """The root of its routes."""
+        return self._client.base
+
+    def started(self, timeout: float) -> str:
+        """What two starts of a server do not share. Raises PeerError, and RefitError while it is updating."""
+        from convtools.refit.sinks.sglang_facts import standing
+
+        return standing(self._client, timeout)[1]
+
+    def compared(
+        self, side: "Side", options: "CompareOptions", engine: str, timeout: float | None = None
+    ) -> "Comparison":
         """What it serves against a checkpoint, by digests; nothing of it is held up, from any machine.
 
         `engine`: its letter, a or b. Raises PeerError, and RefitError where what it holds is no version.
@@ -137,9 +151,10 @@ class SGLangSink:
         from convtools.refit.sinks.sglang_compare import compare_digests
         from convtools.refit.sinks.sglang_facts import ask, standing
 
-        facts = ask(self._client, self._server, self._timeout)
+        timeout = timeout or self._timeout
+        facts = ask(self._client, SGLangServer(self._client, timeout), timeout)
         found = compare_digests(side, facts, self.name, options, engine=engine)
-        if (now := standing(self._client, self._timeout)) != (facts.version, facts.start):
+        if (now := standing(self._client, timeout)) != (facts.version, facts.start):
             raise RefitError(
                 f"{tick(self.name)} took other weights while it was compared",
                 expected=f"version {facts.version}", found=f"version {now[0]}",

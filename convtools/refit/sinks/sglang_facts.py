@@ -67,8 +67,8 @@ class Facts(NamedTuple):
 
 def ask(client: HttpClient, server: SGLangServer, timeout: float) -> Facts:
     """Raises PeerError where it does not answer, RefitError where what it holds is no version."""
+    info = server.server_info()
     before = standing(client, timeout)
-    info = client.get("/server_info", timeout)
     model = client.get("/model_info", timeout)
     tp, names = info.get("tp_size"), model.get("architectures")
     if type(tp) is not int or not 1 <= tp <= MAX_RANKS:

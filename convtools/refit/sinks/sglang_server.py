@@ -101,7 +101,7 @@ class SGLangServer:
 
     def info(self, *, tp: int | None, untested: bool) -> ServerInfo:
         """Raises RefitError for a server that cannot be refitted, before anything is sent."""
-        found = self.client.get("/server_info", self._timeout)
+        found = self.server_info()
         version, ranks = found.get("version"), found.get("tp_size")
         if not isinstance(version, str) or type(ranks) is not int or not 1 <= ranks <= MAX_RANKS:
             raise PeerError("this is no SGLang server", found=capped(list(found)[:5]) or "an empty object")
@@ -127,6 +127,18 @@ class SGLangServer:
         rounds = found.get("dtype") not in ("float32", "float")
         draft = found.get("speculative_draft_model_path") is not None
         return ServerInfo(version, ranks, hashlib.sha256(start.encode()).hexdigest()[:16], rounds, draft)
+
+    def server_info(self) -> dict[str, Any]:
+        """What GET /server_info answers. Raises PeerError, which says where it is another kind of server."""
+        try:
+            return self.client.get("/server_info", self._timeout)
+        except PeerError as error:
+            if "failed with status 40" not in error.what and "is no JSON object" not in error.what:
+                raise
+            raise PeerError(
+                f"{self.client.base} is no SGLang server", found=error.what,
+                fix="give http://host:port, which asks the server what it is",
+            ) from None  # fmt: skip
 
     def mark(self) -> Mark:
         """What its weight version says. Raises RefitError where it is none of ours."""

@@ -3,7 +3,6 @@
 unix:///DIR                 our socket: DIR itself, or DIR/rank-0, DIR/rank-1 ... one an engine rank
 http://host:port            asked what it is: our reference engine, SGLang, or vLLM
 sglang+http://host:port     SGLang, without asking
-vllm+http://host:port       vLLM's own routes
 file:///DIR                 a Hugging Face directory; ?to=torch_dist&tp=2 a Megatron one;
                             ?reload=http://host:port tells an engine to load it after each push
 """
@@ -23,6 +22,7 @@ from convtools.refit.sinks.base import Sink
 from convtools.refit.sinks.http_json import Base, ask, parse_base
 from convtools.refit.sinks.local import LocalSink
 from convtools.refit.sinks.reference import ReferenceSink
+from convtools.refit.sinks.twice import refuse_twice
 
 TIMEOUT = 10.0
 KEY_VARIABLE = "CONVTOOLS_ENGINE_KEY"
@@ -98,7 +98,7 @@ def _split(url: str) -> SplitResult:
     if parts.scheme not in SCHEMES:
         raise UsageError(
             f"{tick(url)} is no URL of an engine",
-            expected="unix:///DIR, http://host:port, sglang+http://host:port, vllm+http://host:port, file:///DIR",
+            expected="unix:///DIR, http://host:port, sglang+http://host:port, file:///DIR",
         )
     return parts
 
@@ -161,11 +161,11 @@ def _probe(url: str, base: Base, timeout: float) -> Found:
     reply = ask(base, "/version", timeout, key=key)
     if reply.status == 200 and isinstance(reply.body.get("version"), str):
         raise UsageError(
-            f"{url} looks like vLLM, whose own routes are not used unless asked for",
-            fix="give the socket of our worker extension, unix:///DIR (docs/vllm.md), or vllm+http://...",
+            f"{url} looks like vLLM, whose own routes are not used",
+            fix="start vLLM with our worker extension and give its socket, unix:///DIR (docs/vllm.md)",
         )
     raise PeerError(
-        f"{url} is no engine that is known", expected="`convtools engine`, SGLang, or vLLM",
+        f"{url} is no engine that is known", expected="`convtools engine`, or SGLang",
         found=f"HTTP {reply.status} to {path}", fix="name its kind: sglang+http://..., or give unix:///DIR",
     )  # fmt: skip
 
@@ -212,11 +212,23 @@ def _text(value: object) -> str | None:
 def connect_all(
     urls: Sequence[str], *, source: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT
 ) -> list[Sink]:
-    """The sinks of several URLs, directories first: theirs is the commit that can fail for want of space."""
+    """The sinks of several URLs, directories first: theirs is the commit that can fail for want of space.
+
+    Raises UsageError for one engine under two URLs, and what `connect` raises.
+    """
+    return [sink for found in find_all(urls, source=source, timeout=timeout) for sink in found.sinks]
+
+
+def find_all(
+    urls: Sequence[str], *, source: str | os.PathLike[str] | None = None, timeout: float = TIMEOUT
+) -> list[Found]:
+    """The same, with what else the engines say of themselves."""
     if len(set(urls)) != len(urls):
         raise UsageError("an engine is given twice", found=capped(map(tick, urls)))
     first = sorted(urls, key=lambda url: not url.startswith("file:"))
-    return [sink for url in first for sink in connect(url, source=source, timeout=timeout)]
+    found = [find(url, source=source, timeout=timeout) for url in first]
+    refuse_twice([sink for one in found for sink in one.sinks], timeout)
+    return found
 
 
-__all__ = ["KEY_VARIABLE", "SCHEMES", "Found", "connect", "connect_all", "engine_key", "find", "is_url"]
+__all__ = ["KEY_VARIABLE", "SCHEMES", "Found", "connect", "connect_all", "engine_key", "find", "find_all", "is_url"]
