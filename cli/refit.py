@@ -1,4 +1,7 @@
-"""`convtools refit` and `convtools refit check`."""
+"""`convtools refit` and `convtools refit check`.
+
+Both exit with 0 where it succeeded, 1 where the push or the test failed, 2 where it could not begin.
+"""
 
 import json
 from pathlib import Path
@@ -21,17 +24,33 @@ class _Refit(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if args[:1] == ["check"]:
-            return check.make_context(f"{info_name} check", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
+        from convtools.errors import ConvtoolsError
+
+        given = list(args)  # click takes them away
+        try:
+            if args[:1] == ["check"]:
+                return check.make_context(f"{info_name} check", args[1:], parent, **extra)
+            return super().make_context(info_name, args, parent, **extra)
+        except (click.UsageError, ConvtoolsError) as error:
+            if "--json" not in given:
+                raise
+            what = error.what if isinstance(error, ConvtoolsError) else error.format_message()
+            complain(f"error: {what}")
+            _tell(ConvtoolsError(what), 2, True)
 
 
 def _bucket(_: click.Context, __: click.Parameter, value: str) -> int:
-    """A size, rounded up to what a bucket can be of."""
+    """A size, rounded up to what a bucket can be of; that is said."""
     from convtools.refit.plan import ALIGN
     from convtools.stores.hf_write import parse_size
 
-    return -(-parse_size(value) // ALIGN) * ALIGN
+    size = parse_size(value)
+    if size < ALIGN:
+        raise click.BadParameter(f"{size} bytes are less than a bucket has, {ALIGN}")
+    if size % ALIGN:
+        size += ALIGN - size % ALIGN
+        complain(f"note: buckets of {size} bytes, the next multiple of {ALIGN}")
+    return size
 
 
 def _seconds(_: click.Context, __: click.Parameter, value: float) -> float:
@@ -74,7 +93,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     help="Requests that are being answered: let them finish, end them, or go on under the new weights.",
 )  # fmt: skip
 @click.option("--no-flush", is_flag=True, help="Keep KV and prefix caches, which are of the old weights.")
-@click.option("--force", is_flag=True, help="Whatever version is served, and also lower it.")
+@click.option("--force", is_flag=True, help="Whatever version or architecture is served; also lower it.")
 @click.option("--no-fingerprints", is_flag=True, help="Do not compare what lies in the engine.")
 @click.option("--allow-nonfinite", is_flag=True, help="Push NaN and infinity as well.")
 @_ITERATION
@@ -101,27 +120,42 @@ def command(
       file:///DIR                a folder, replaced whole (?to=torch_dist&tp=2: a Megatron one)
 
     `convtools refit check URL` tests an engine; a folder called check is ./check.
+
+    Exits with 0 where all serve it, 1 where the push was refused or failed, 2 where it could not begin.
     """
     from convtools.equality.canonical import open_side
+    from convtools.errors import ConvtoolsError
+    from convtools.refit.errors import FrameError, PeerError, RefitError
+    from convtools.refit.kinship import refuse_other_model
     from convtools.refit.serving import standing
-    from convtools.refit.sinks.url import connect_all
+    from convtools.refit.sinks.url import find_all
     from convtools.refit.source import SideSource
     from convtools.refit.sync import WeightSync
 
-    side = open_side(src, iteration=iteration, hf_config=hf_config)
-    tensors = SideSource(side).tensors()
-    sinks = connect_all(urls, source=src, timeout=min(timeout, _ASK_SECONDS))
-    if version is None:
-        version = 1 + max(standing(sink, timeout, tensors).version for sink in sinks)
-    with (
-        progress_bar(0 if as_json else sum(t.nbytes for t in tensors)) as moved,
-        WeightSync(
-            side, sinks, bucket_bytes=bucket, timeout=timeout, lease=max(timeout, 60.0),
-            finite=not allow_nonfinite, fingerprints=not no_fingerprints, in_flight=in_flight,
-            flush=not no_flush, trace=trace, progress=moved,
-        ) as sync,
-    ):  # fmt: skip
-        report = sync.push(version, force=force)
+    begun = False
+    try:
+        _refuse_typo(src, urls)
+        side = open_side(src, iteration=iteration, hf_config=hf_config, manifest=False)
+        tensors = SideSource(side).tensors()
+        found = find_all(urls, source=src, timeout=min(timeout, _ASK_SECONDS))
+        sinks = [sink for one in found for sink in one.sinks]
+        if not force:
+            refuse_other_model(side, found, timeout)
+        served = [standing(sink, timeout, tensors).version for sink in sinks]
+        with (
+            progress_bar(0 if as_json else sum(t.nbytes for t in tensors)) as moved,
+            WeightSync(
+                side, sinks, bucket_bytes=bucket, timeout=timeout, lease=max(timeout, 60.0),
+                finite=not allow_nonfinite, fingerprints=not no_fingerprints, in_flight=in_flight,
+                flush=not no_flush, trace=trace, progress=moved,
+            ) as sync,
+        ):  # fmt: skip
+            begun = True
+            report = sync.push(1 + max(served) if version is None else version, force=force)
+    except (ConvtoolsError, OSError) as error:
+        complain(f"error: {error}")
+        refused = isinstance(error, RefitError) and not isinstance(error, PeerError | FrameError)
+        _tell(error, 1 if begun or refused else 2, as_json)
     from convtools.cli.refit_report import memcpy_rate, print_push
 
     rate = memcpy_rate(report.nbytes)
@@ -151,7 +185,7 @@ def check(
     Exits with 0 where all was as it must be, 1 where something was not, 2 where it could not be tested.
     """
     from convtools.equality.canonical import open_side
-    from convtools.errors import ConvtoolsError, UsageError, printable
+    from convtools.errors import ConvtoolsError, UsageError
     from convtools.refit.serving import origin
     from convtools.refit.sinks.url import find
     from convtools.refit.sync import WeightSync
@@ -159,18 +193,24 @@ def check(
     if Path("check").exists():
         complain("note: this tests an engine; the folder `check` is pushed as ./check")
     try:
+        if url.startswith("file:"):
+            raise UsageError(
+                f"{url} is a directory, and no engine: it cannot be tested this way",
+                fix="to see whether it holds a checkpoint's weights: convtools compare CKPT DIR",
+            )
         found = find(url, source=source, timeout=min(timeout, _ASK_SECONDS))
         given = source or found.started_from or origin(found.sinks[0], timeout)
         if given is None:
             raise UsageError(f"{url} does not say what it was started from", fix="give --source CKPT")
-        side = open_side(given, iteration=iteration, hf_config=hf_config)
+        side = open_side(given, iteration=iteration, hf_config=hf_config, manifest=False)
         with WeightSync(
             side, found.sinks, bucket_bytes=bucket, timeout=timeout, lease=max(timeout, 60.0), finite=False
         ) as sync:
             _refuse_others(sync, url, given, source is None)
             report = sync.check()
     except (ConvtoolsError, OSError) as error:
-        _untold(printable(f"could not be tested: {error}"), as_json)
+        complain(f"error: could not be tested: {error}")
+        _tell(error, 2, as_json, ok=None)
     from convtools.cli.refit_report import print_check
 
     facts = {"url": url, "source": given, "ok": report.ok}
@@ -207,7 +247,26 @@ def _refuse_others(sync: Any, url: str, given: str, guessed: bool) -> None:
         )
 
 
-def _untold(message: str, as_json: bool) -> NoReturn:
-    complain(f"error: {message}")
-    told = json.dumps({"ok": None, "verdict": message}, indent=2)
-    finish(2, lambda: click.echo(told) if as_json else None)
+def _refuse_typo(src: str, urls: tuple[str, ...]) -> None:
+    from difflib import get_close_matches
+
+    from convtools.errors import UsageError, tick
+
+    if not Path(src).exists() and get_close_matches(src, ["check"], cutoff=0.7):
+        raise UsageError(
+            f"there is no folder {tick(src)}", fix=f"to test an engine: convtools refit check {urls[0]}"
+        )
+    if "://" in src:
+        raise UsageError(
+            f"{tick(src)} is a URL, and no checkpoint", expected="SRC URL...: the checkpoint comes first"
+        )
+
+
+def _tell(error: Exception, code: int, as_json: bool, **more: Any) -> NoReturn:
+    """End with an error that was said in words; with `as_json` also as one object on stdout."""
+    parts = {name: getattr(error, name, None) for name in ("what", "where", "expected", "found", "fix")}
+    shown = {name: None if part is None else str(part) for name, part in parts.items()}
+    if shown["what"] is None:
+        shown["what"] = str(error)
+    told = json.dumps(more | {"error": shown, "exit": code}, indent=2)
+    finish(code, lambda: click.echo(told) if as_json else None)

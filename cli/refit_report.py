@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
+
 from convtools.cli.render import human
 from convtools.errors import capped, printable, tick
 from convtools.refit.report import CheckReport, PushReport
@@ -37,7 +39,10 @@ def _push_facts(src: str, report: PushReport, rate: float, trace: Path | None) -
     staging = f"staging memory {human(report.staging_bytes)}"
     yield "tensors", f"{report.tensors}, {human(report.nbytes)} in {buckets}; {staging}"
     speed = report.gigabytes_per_second
-    yield "time", f"{report.seconds:.3f} s, {speed:.2g} GB/s: {speed / rate:.2g} of memcpy ({rate:.1f} GB/s)"
+    share = f"{speed / rate:.2g} of memcpy ({rate:.1f} GB/s)"
+    if report.nbytes < _LEAST:  # no measure of anything
+        share = "so few bytes are a matter of round trips"
+    yield "time", f"{report.seconds:.3f} s, {speed:.2g} GB/s: {share}"
     parts = [
         ("gather", report.gather_seconds), ("pack", report.pack_seconds), ("wait", report.wait_seconds),
         ("prepare and commit", report.commit_seconds),
@@ -91,6 +96,12 @@ def _print(facts: Iterator[tuple[str, str]]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for label, text in facts:
-        table.add_row(f"[bold]{label}[/]", Text(printable(text.replace("\n", "\\n"))))
-    Console().print(table, soft_wrap=True)
+    console, shown = Console(), [(label, printable(text.replace("\n", "\\n"))) for label, text in facts]
+    if not console.is_terminal:  # one line a fact, for whoever reads them
+        width = max(len(label) for label, _ in shown)
+        for label, text in shown:
+            click.echo(f"{label:<{width}}  {text}")
+        return
+    for label, text in shown:
+        table.add_row(f"[bold]{label}[/]", Text(text))
+    console.print(table, soft_wrap=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from convtools.equality.verdict import Comparison
     from convtools.errors import ConvtoolsError
     from convtools.inspection import Inspection, inspect
+    from convtools.refit.hf_names import hf_tensors
     from convtools.refit.load import load_into
     from convtools.refit.sinks.url import connect
     from convtools.refit.sync import WeightSync
@@ -41,6 +42,7 @@ _HOME = {
     "connect": "convtools.refit.sinks.url",
     "convert": "convtools.conversion.api",
     "fingerprint": "convtools.equality.fingerprint_store",
+    "hf_tensors": "convtools.refit.hf_names",
     "inspect": "convtools.inspection",
     "load_into": "convtools.refit.load",
     "open_source": "convtools.conversion.api",
@@ -51,7 +53,7 @@ _HOME = {
 __all__ = [
     "CompareOptions", "Comparison", "ConvtoolsError", "Inspection", "Options", "Report", "Shards",
     "SliceOptions", "SliceReport", "WeightSync", "compare", "connect", "convert", "fingerprint",
-    "inspect", "load_into", "open_source", "slice_checkpoint", "verify_slice",
+    "hf_tensors", "inspect", "load_into", "open_source", "slice_checkpoint", "verify_slice",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -61,7 +61,8 @@ def load(path: str | Path) -> Loaded:
         import transformers
     except ImportError as error:
         raise UsageError(
-            f"the reference engine needs {error.name}", fix="pip install -e '.[engine]' in convtools' source tree"
+            f"the reference engine needs {error.name}",
+            fix="pip install -e '.[engine]' in convtools' source tree",
         ) from None
     with _quiet(transformers), torch.no_grad():
         model = _load(transformers, root)

@@ -85,7 +85,7 @@ class ReferenceEngine:
         """The directory of its refit socket: `LocalSink(engine.refit_dir)`."""
         opening.enter_context(Server(self.receiver, self.refit_dir))
         web.serve(self._pages(), self._generator.generate)
-        opening.callback(web.stop)
+        opening.callback(web.close)
         opening.callback(self._traffic.end)
 
     @property

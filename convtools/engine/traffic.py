@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from convtools.refit.errors import NotServing
+from convtools.refit.gate import not_serving
 from convtools.refit.protocol import ABORT, KEEP, POISONED
 from convtools.refit.receiver import Receiver
 
@@ -77,11 +78,7 @@ class Traffic:
             if self._ended:
                 raise NotServing("the engine is being stopped")
             if receiver.state == POISONED:
-                raise NotServing(
-                    "the engine may hold a mix of two versions and answers nothing",
-                    found=receiver.reason or None,
-                    fix="push all weights again",
-                )
+                raise not_serving(POISONED, reason=receiver.reason)
             entered = False
             try:
                 with receiver.serving(_TICK) as version:

@@ -56,7 +56,9 @@ class WebServer:
         except (OSError, OverflowError) as error:
             self._server.server_close()
             raise UsageError(
-                f"cannot listen at {self._at}", found=str(error), fix="choose another port, or 0 for a free one"
+                f"cannot listen at {self._at}",
+                found=str(error),
+                fix="choose another port, or 0 for a free one",
             ) from None
 
     def close(self) -> None:

@@ -8,9 +8,9 @@ pass over memory.
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from convtools.errors import UsageError, capped, tick
-from convtools.refit.errors import RefitError
+from convtools.errors import UsageError
 from convtools.refit.plan import RefitPlan, Tensor
+from convtools.refit.taking import check_taken
 from convtools.refit.weights import SwappedWeights, Weights
 
 if TYPE_CHECKING:
@@ -61,6 +61,18 @@ class Applier(Protocol):
         """The bytes that a commit would serve."""
 
 
+def applier_of(given: Any) -> Applier:
+    """Raises UsageError for what is none, such as the weights themselves."""
+    if isinstance(given, type) or not all(hasattr(given, n) for n in ("accept", "begin", "write", "swap")):
+        raise UsageError(
+            "a Receiver needs an applier: how new bytes get to the engine's tensors",
+            found=given.__name__ if isinstance(given, type) else type(given).__name__,
+            fix="Receiver(ShadowApplier(weights)), or InPlaceApplier(weights)",
+        )
+    applier: Applier = given
+    return applier
+
+
 class _OverWeights:
     """What both appliers share: names, aliases, reading back."""
 
@@ -84,7 +96,11 @@ class _OverWeights:
             if n in given and given[n] != t
         ]
         if problems:
-            raise RefitError("the engine has other tensors", found=capped(problems))
+            raise RefitError(
+                "the engine has other tensors",
+                found=capped(problems),
+                fix="push convtools.hf_tensors(model, checkpoint, dtype=...): names and dtypes as its files'",
+            )
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All that it holds, aliases included."""

@@ -1,5 +1,7 @@
 """What a refit may fail of."""
 
+from typing import Any
+
 from convtools.errors import ConvtoolsError
 
 
@@ -16,4 +18,9 @@ class PeerError(RefitError):
 
 
 class NotServing(RefitError):
-    """The engine may hold a mix of two versions, or is taking one over: it answers nothing now."""
+    """The engine is taking over new weights, or may hold a mix of two versions: it answers nothing now."""
+
+    def __init__(self, what: str, *, poisoned: bool = False, **parts: Any) -> None:
+        super().__init__(what, **parts)
+        self.poisoned = poisoned
+        """Whether waiting does not help: nothing is served until somebody pushes all weights."""

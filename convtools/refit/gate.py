@@ -6,6 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from convtools.refit.errors import NotServing, RefitError
+from convtools.refit.protocol import CLEAN, POISONED, UPDATING
+
+
+def not_serving(state: str, before: str = CLEAN, reason: str = "") -> NotServing:
+    """Why nothing is answered: it passes, or somebody must push. `before`: the state before an open push."""
+    if state == POISONED:
+        return NotServing(
+            "the engine may hold a mix of two versions, and answers nothing", found=reason or None,
+            fix="push all weights again; if no trainer does that by itself, see to it", poisoned=True,
+        )  # fmt: skip
+    what = "the engine is taking over new weights"
+    if before == POISONED:
+        what += ", and holds none that are whole until it has"
+    return NotServing(what, fix="wait, and ask again")
 
 
 class Gate:
@@ -22,11 +36,13 @@ class Gate:
         return not self._closed
 
     @contextmanager
-    def request(self, wait: float = 0.0) -> Iterator[None]:
-        """Hold it open for one request. Raises NotServing where it stays closed for `wait` seconds."""
+    def request(
+        self, wait: float = 0.0, refusal: Callable[[], NotServing] = lambda: not_serving(UPDATING)
+    ) -> Iterator[None]:
+        """Hold it open for one request. Raises `refusal()` where it stays closed for `wait` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._closed, wait):
-                raise NotServing("the engine takes over new weights, or holds none that are whole")
+                raise refusal()
             self._inside += 1
         try:
             yield
@@ -52,7 +68,8 @@ class Gate:
                         raise RefitError(
                             "requests were still being answered",
                             found=f"{self._inside} after {timeout:g} s",
-                            fix="drain or abort them before the push, or allow more time",
+                            fix="let them end before the push, end them with it (in_flight=abort), or allow "
+                            "more time: `Receiver(drain=)`, `convtools engine --drain`",
                         )
         except BaseException:
             with self._changed:

@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from convtools.equality.one_pass import NO_FLOATS, Floats, all_finite
+from convtools.stores.base import DTYPE_NBYTES
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Buffer
 
 _FLOATS = {
     "BF16": Floats(2, 0x7F80),
@@ -31,3 +33,19 @@ def is_finite(data: "np.ndarray[Any, Any]", dtype: str) -> bool:
     False
     """
     return all_finite(data, floats_of(dtype))
+
+
+def where_not_finite(data: "Buffer", dtype: str, shape: tuple[int, ...], start: int) -> str:
+    """The first element that is NaN or infinity of a run at byte `start` of its tensor, and how many are.
+
+    >>> import numpy as np
+    >>> where_not_finite(np.array([1, np.nan, np.inf], "<f4"), "F32", (2, 3), 12)
+    'element [1, 1]; 2 of the 3 elements looked at'
+    """
+    import numpy as np
+
+    size, floats = DTYPE_NBYTES[dtype], floats_of(dtype)
+    bits = np.frombuffer(memoryview(data).cast("B"), f"<u{floats.size}") & floats.infinity
+    bad = (bits == floats.infinity).reshape(-1, size // floats.size).any(axis=1)
+    first = [int(n) for n in np.unravel_index(start // size + int(bad.argmax()), shape or (1,))]
+    return f"element {first if shape else []}; {int(bad.sum())} of the {len(bad)} elements looked at"

@@ -8,11 +8,10 @@ from convtools.equality.one_pass import NO_FLOATS, copy_and_look
 from convtools.errors import tick
 from convtools.refit.bucket import Mark, Unmarked
 from convtools.refit.errors import RefitError
-from convtools.refit.guard import floats_of
+from convtools.refit.guard import floats_of, where_not_finite
 from convtools.refit.plan import Part, PlannedBucket, RefitPlan, Tensor
 from convtools.refit.source import PushSource
 from convtools.refit.transaction import packed
-from convtools.stores.base import DTYPE_NBYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -90,14 +89,13 @@ class Packer:
         value = self._values.setdefault(i, Fingerprint()) if self._wanted else None
         floats = floats_of(tensor.dtype) if self._finite else NO_FLOATS
         if not copy_and_look(to, data, start, value, floats):
-            raise self._not_finite(tensor, start, memoryview(data).nbytes)
+            raise self._not_finite(tensor, start, data)
 
     @staticmethod
-    def _not_finite(tensor: Tensor, start: int, nbytes: int) -> RefitError:
-        size = DTYPE_NBYTES[tensor.dtype]
+    def _not_finite(tensor: Tensor, start: int, data: "Buffer") -> RefitError:
         return RefitError(
             f"{tick(tensor.name)} holds NaN or infinity",
-            where=f"{nbytes // size} elements from {start // size} on",
+            where=where_not_finite(data, tensor.dtype, tensor.shape, start),
             fix="look at the training step; to push it all the same, finite=False",
         )
 

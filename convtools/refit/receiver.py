@@ -17,11 +17,10 @@ from contextlib import contextmanager
 
 from convtools.errors import ConvtoolsError
 from convtools.refit import protocol as say
-from convtools.refit.applier import Applier
+from convtools.refit.applier import Applier, applier_of
 from convtools.refit.bucket import Slots
-from convtools.refit.coverage import Coverage
 from convtools.refit.errors import NotServing, RefitError
-from convtools.refit.gate import Gate
+from convtools.refit.gate import Gate, not_serving
 from convtools.refit.plan import RefitPlan, Tensor, make_plan, make_windows
 from convtools.refit.protocol import ABORT, CLEAN, DRAIN, KEEP, POISONED, PROTOCOL, UPDATING, wire_text
 from convtools.refit.readback import digests_of, fingerprints_of, list_of
@@ -50,11 +49,13 @@ class Receiver:
         in_flight: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Raises UsageError for what is no applier."""
         self.incarnation = secrets.token_hex(8)
         """Another one after every start of the engine."""
         self.gate = Gate()
-        self._applier, self._flush, self._drain, self._clock = applier, flush, drain, clock
+        self._applier, self._flush, self._drain, self._clock = applier_of(applier), flush, drain, clock
         self._in_flight, self._received = in_flight, dict[str, bytes]()
+        self._committed: dict[str, bytes] = {}  # what `_version` means, also while nobody knows what is held
         self._state, self._version, self._token = state, version, 0
         if state != CLEAN:
             self.gate.shut()  # a push that begins changes the state, but does not let anybody in
@@ -87,10 +88,14 @@ class Receiver:
 
         Raises NotServing where they are being changed, or not whole, for longer than `wait` seconds.
         """
-        with self.gate.request(wait):
+        with self.gate.request(wait, self._not_serving):
             if self._state == POISONED:
-                raise NotServing("the engine may hold a mix of two versions", fix="push all weights again")
+                raise self._not_serving()
             yield self._version
+
+    def _not_serving(self) -> NotServing:
+        now = self._transaction
+        return not_serving(self._state, now.before if now is not None else self._state, self.reason)
 
     def handle(self, message: say.Question, owner: object, ring: Slots | None) -> say.Answer:
         """Answer a question of connection `owner`, whose buckets lie in `ring`; raises nothing but bugs.
@@ -207,11 +212,7 @@ class Receiver:
         if self._applier.in_place():
             self._close_gate(message.in_flight)
         self._token = message.token
-        self._transaction = Transaction(
-            message.token, message.attempt, owner, message.version, plan, lease,
-            self._clock() + lease, self._state, Coverage(plan), fingerprints=message.fingerprints,
-            in_flight=message.in_flight, flush=message.flush, checksums=message.checksums,
-        )  # fmt: skip
+        self._transaction = Transaction.of(message, owner, plan, lease, self._clock() + lease, self._state)
         self._state = UPDATING
         try:
             self._applier.begin(plan)
@@ -229,6 +230,7 @@ class Receiver:
 
     def _prepare(self, now: Transaction, message: say.Prepare) -> say.Prepared:
         now.check_whole(message.fingerprints, self._aliases())
+        now.check_version(self._version, self._committed, self._aliases())
         load: Callable[[], None] | None = getattr(self._applier, "prepare", None)
         if load is not None:
             load()
@@ -248,7 +250,7 @@ class Receiver:
         if self._flush is not None and flushes:
             self._flush()
         self._version, self._state, self._transaction, self.reason = now.version, CLEAN, None, ""
-        self._received = now.received()
+        self._received = self._committed = now.received()
         try:
             self._applier.finish()
         finally:

@@ -15,6 +15,7 @@ from convtools.equality.live import Shards, named_tensors
 from convtools.equality.reading import Memory, Reader
 from convtools.errors import UsageError, capped, tick
 from convtools.refit.arena import Arena, ArenaSource
+from convtools.refit.arguments import no_source
 from convtools.refit.errors import RefitError
 from convtools.refit.plan import Part, PlannedBucket, Tensor
 from convtools.refit.unchanged import Unchanged
@@ -73,12 +74,12 @@ class LiveSource:
         self._last: tuple[str, Any] = ("", None)
 
     def _named(self) -> Named:
-        if callable(self._given) and not hasattr(self._given, "state_dict"):
-            named = self._given()
-        else:
-            named = named_tensors(self._given)
-        if not isinstance(named, Mapping) or not named:
-            raise UsageError("no named tensors to push", found=type(named).__name__)
+        given = self._given() if _is_call(self._given) else self._given
+        named = given
+        if not isinstance(named, Mapping):
+            named = named_tensors(named)  # a call may give a module
+        if not named:
+            raise no_source(given)
         return named
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -99,7 +100,10 @@ class LiveSource:
             if name in planned and (now := described(name, tensor)) != planned[name]:
                 problems.append(f"{tick(name)} is {now.dtype} {list(now.shape)} now")
         if problems:
-            raise RefitError("the trainer's tensors are not those of the plan", found=capped(problems))
+            raise RefitError(
+                "the trainer's tensors are not those of the plan", found=capped(problems),
+                fix="a WeightSync is for the tensors that it was made with: give it those, or make a new one",
+            )  # fmt: skip
         self._now = dict(named)
         differ = [f"{tick(n)} and {tick(of)}" for n, of in self._tied.items() if not self._same(n, of)]
         if differ:
@@ -265,6 +269,10 @@ class SideSource:
         self._reader = self._plain = None
 
 
+def _is_call(given: Any) -> bool:
+    return callable(given) and not isinstance(given, type) and not hasattr(given, "state_dict")
+
+
 def open_push_source(given: Any, tied: Mapping[str, str] | None = None, device: Any = None) -> PushSource:
     """Named tensors, a module, a call that gives them, `Shards`, or a checkpoint's path, opened to push.
 
@@ -276,9 +284,10 @@ def open_push_source(given: Any, tied: Mapping[str, str] | None = None, device: 
         return own
     if isinstance(given, Arena):
         return ArenaSource(given)
-    if isinstance(given, Shards | Side | str | Path) or not (
-        callable(given) or named_tensors(given) is not None
-    ):
+    live = _is_call(given) or named_tensors(given) is not None
+    if not live and not isinstance(given, Shards | Side | Source | Manifest | str | Path):
+        raise no_source(given)
+    if not live:
         return SideSource(open_side(given, manifest=False))
     if device is not None:
         from convtools.refit.device.source import DeviceSource

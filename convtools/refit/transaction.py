@@ -42,7 +42,19 @@ class Transaction:
     in_flight: str = DRAIN
     flush: bool = True
     checksums: bool = True
+    force: bool = False
     prepared: bool = False
+
+    @classmethod
+    def of(
+        cls, message: Open, owner: object, plan: RefitPlan, lease: float, deadline: float, before: str
+    ) -> "Transaction":
+        """That `owner` opens."""
+        return cls(
+            message.token, message.attempt, owner, message.version, plan, lease, deadline, before,
+            Coverage(plan), fingerprints=message.fingerprints, in_flight=message.in_flight,
+            flush=message.flush, checksums=message.checksums, force=message.force,
+        )  # fmt: skip
 
     def consume(self, bucket: Bucket, data: Any, applier: Applier, aliases: Mapping[str, str]) -> None:
         """Check a bucket, then apply it. Raises RefitError, before the first byte is written, for a lie."""
@@ -110,6 +122,22 @@ class Transaction:
                         f"{tick(tensor.name)} and {tick(own)} are one tensor here, and differ there"
                     )
 
+    def check_version(self, served: int, committed: Mapping[str, bytes], aliases: Mapping[str, str]) -> None:
+        """Raises RefitError where version `served` comes again with other weights than it was committed with.
+
+        As far as both have fingerprints: of `committed` there are none for what an engine was started with.
+        """
+        if self.force or self.version != served:
+            return
+        was = {aliases.get(name, name): value for name, value in committed.items()}
+        now = {aliases.get(name, name): value for name, value in self.received().items()}
+        if differ := [tick(n) for n, value in now.items() if was.get(n, value) != value]:
+            raise RefitError(
+                f"version {served} is served with other weights",
+                found=f"{len(differ)} tensors differ: {capped(differ, 3)}",
+                fix="push a new version, or with force (--force)",
+            )
+
 
 def check_open(message: Open, token: int, version: int, policies: Sequence[str]) -> None:
     """Raises RefitError unless an attempt may begin at an engine that saw `token` and serves `version`."""
@@ -118,9 +146,15 @@ def check_open(message: Open, token: int, version: int, policies: Sequence[str])
     if message.token > token + MAX_STRIDE:  # the numbers must last for whoever comes after
         raise RefitError("an attempt from nowhere", expected=f"about {token + 1}", found=message.token)
     if not message.force and message.base != version:
-        raise RefitError("another version is served", expected=message.base, found=version)
+        raise RefitError(
+            "another version is served", expected=message.base, found=version,
+            fix="see that one trainer pushes to it, or push with force (--force)",
+        )  # fmt: skip
     if not message.force and message.version < version:
-        raise RefitError("a version is never lowered", expected=f">= {version}", found=message.version)
+        raise RefitError(
+            "a version is never lowered", expected=f">= {version}", found=message.version,
+            fix="push a higher version, or with force (--force)",
+        )  # fmt: skip
     if message.in_flight not in policies:
         raise RefitError(
             "the engine cannot do that with requests in flight",

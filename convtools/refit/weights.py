@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from convtools.equality.live import named_tensors
 from convtools.errors import UsageError, tick
 from convtools.refit.plan import Tensor
 from convtools.stores.base import FROM_TORCH
@@ -50,7 +51,16 @@ class TensorWeights:
     step = 1 << 18
 
     def __init__(self, named: Mapping[str, Any]) -> None:
-        """Raises UsageError, naming the tensor, for what is not contiguous, or no tensor, or overlaps."""
+        """A module's are those of its state_dict.
+
+        Raises UsageError, naming the tensor, for what is not contiguous, or no tensor, or overlaps.
+        """
+        given, named = named, named_tensors(named) or {}
+        if not named:
+            raise UsageError(
+                "an engine needs named tensors", expected="a mapping of names to tensors, or a module",
+                found=type(given).__name__,
+            )  # fmt: skip
         self._bytes = {name: self._flat(name, tensor) for name, tensor in named.items()}
         self._tensors = {name: described(name, tensor) for name, tensor in named.items()}
         first: dict[tuple[int, int], str] = {}
@@ -152,6 +162,8 @@ def described(name: str, tensor: Any) -> Tensor:
         raise UsageError(f"{tick(name)} is no tensor", found=type(tensor).__name__)
     if hasattr(tensor, "placements"):
         raise UsageError(f"{tick(name)} is a DTensor", fix="push it with a RankedSource on every rank")
+    if hasattr(tensor, "region"):
+        raise UsageError(f"{tick(name)} is a rank's part", fix="push it with a RankedSource on every rank")
     if getattr(getattr(tensor, "device", None), "type", "cpu") == "meta":
         raise UsageError(f"{tick(name)} holds no numbers: it is on the meta device")
     if hasattr(tensor, "untyped_storage"):

@@ -10,24 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from convtools.engine.loading import view_of
-from convtools.engine.places import place_of
 from convtools.errors import AccountingError, UsageError, capped, tick
-from convtools.families.registry import Model, language_model
+from convtools.refit.hf_places import place_of
+from convtools.refit.hf_wanted import checkpoint_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """config.json -> every tensor of the checkpoint, MTP included, in its published spelling.
-
-    Raises ConfigError for an architecture that convtools has no table of.
-    """
-    found = language_model(dict(config))
-    spec = found.parse()
-    depth = getattr(spec, "mtp_depth", 0)  # each with weights of its own, unless the config says otherwise
-    last = [f"mtp.layers.{depth - 1}.enorm.weight"] if depth else []
-    model = Model(found.family, found.config, spec, found.family.mcore_spelling(spec, last))
-    return {name: tuple(shape) for name, shape in model.table(spec.vocab).hf.items()}
 
 
 def checkpoint_tensors(state: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
@@ -64,5 +51,8 @@ def _check_placements(name: str, tensor: Any, *, halved: bool) -> None:
             raise UsageError(
                 f"the experts of {tick(name)} are cut across ranks where the checkpoint separates them",
                 found=str(place),
-                fix="cut them by another dimension: `shard` of convtools.training.hybrid does",
+                fix="push convtools.hf_tensors(model, checkpoint) of a RankedSource: it takes any cut",
             )
+
+
+__all__ = ["checkpoint_shapes", "checkpoint_tensors"]

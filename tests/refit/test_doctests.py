@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 
-EXAMPLES = ["framing", "groups", "guard", "packing", "plan", "sinks.sglang_names", "sinks.sglang_server"]
+EXAMPLES = ["framing", "groups", "guard", "hf_places", "packing", "plan", "sinks.sglang_names", "sinks.sglang_server"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

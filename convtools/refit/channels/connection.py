@@ -178,7 +178,8 @@ def _wait(sock: socket.socket, event: int, until: float) -> None:
     left = until - time.monotonic()
     if left <= 0 or not poll.poll(left * 1000):
         raise PeerError(
-            "the peer did not answer in time", fix="it hangs, is stopped, or needs more time: raise the timeout"
+            "the peer did not answer in time",
+            fix="it hangs, is stopped, or needs more time: raise the timeout",
         )
 
 

@@ -34,7 +34,7 @@ class DevicePacker(Packer):
             if part.tensor in canaries and part.start == 0:
                 to[canary_in(memoryview(to[: 1 << 15].cpu().numpy()), tensor.dtype)] ^= 1
             if self._finite and not all_finite(to, floats_of(tensor.dtype)):
-                raise self._not_finite(tensor, part.start, part.nbytes)
+                raise self._not_finite(tensor, part.start, to.cpu().numpy())
             if self._wanted or self.checksums:
                 values.append((part, value_of(to, part.start)))
             if self._wanted:

@@ -24,6 +24,7 @@ from convtools.refit.errors import FrameError, RefitError
 from convtools.refit.protocol import MAX_TENSORS, Count, Name
 from convtools.refit.ranks.collector import collector_paused
 from convtools.refit.ranks.covering import fault_of
+from convtools.refit.ranks.cut_tensor import CutTensor
 from convtools.refit.ranks.placement import dtensor_region
 from convtools.stores.base import DTYPE_NBYTES, FROM_TORCH, TORCH_DTYPE, Blob, StoredTensor
 
@@ -93,11 +94,17 @@ def rank_path(rank: int, index: int) -> Path:
 
 
 def hf_holdings(named: Named) -> Holdings:
-    """DTensors and plain tensors (the same on all ranks) under Hugging Face names. Raises UsageError."""
+    """DTensors, CutTensors and plain tensors (the same on all ranks), by Hugging Face names.
+
+    Raises UsageError.
+    """
     rows = []
     for name, tensor in named.items():
         dtype, shape = dtype_of(name, tensor), tuple(int(n) for n in tensor.shape)
-        region = dtensor_region(name, tensor) if hasattr(tensor, "placements") else Region.whole(shape)
+        if isinstance(tensor, CutTensor):
+            region = tensor.region
+        else:
+            region = dtensor_region(name, tensor) if hasattr(tensor, "placements") else Region.whole(shape)
         rows.append(HeldRow(name, dtype, shape, region.offsets, region.sizes))
     return Holdings(rows)
 

@@ -10,6 +10,7 @@ from convtools.layout.plan import Move
 from convtools.layout.region import Region
 from convtools.refit.errors import RefitError
 from convtools.refit.guard import is_finite
+from convtools.refit.ranks.cut_tensor import CutTensor
 from convtools.refit.ranks.legs import Copy, Message
 from convtools.stores.base import DTYPE_NBYTES
 
@@ -20,10 +21,11 @@ _WIDTH = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def local_tensor(name: str, tensor: Any) -> "torch.Tensor":
-    """A rank's own part of a DTensor, or a plain tensor. Raises UsageError for what is neither."""
+    """A rank's own part of a DTensor, or a plain tensor; not cast. Raises UsageError for what is neither."""
     import torch
 
-    local = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    held = tensor.held if isinstance(tensor, CutTensor) else tensor
+    local = held.to_local() if hasattr(held, "placements") else held
     if not isinstance(local, torch.Tensor):
         raise UsageError(f"{tick(name)} is no torch tensor", found=type(tensor).__name__)
     wait = getattr(local, "wait", None)  # a collective that is still under way
@@ -52,13 +54,14 @@ class HeldTensors:
 
     def __init__(self, held: Sequence[tuple[str, Any]]) -> None:
         """Raises UsageError."""
-        self._local = [(name, local_tensor(name, tensor)) for name, tensor in held]
+        self._local = [(local_tensor(name, tensor), tensor.dtype) for name, tensor in held]
         self._last: tuple[int, Any] = (-1, None)
 
     def flat(self, held: int) -> "torch.Tensor":
-        """Its elements in order; a copy, kept for its other parts, of a tensor that does not lie so."""
+        """Its elements in order; a copy, kept for its other parts, of one that is cast or does not lie so."""
         if self._last[0] != held:
-            self._last = (held, self._local[held][1].contiguous().view(-1))
+            local, dtype = self._local[held]
+            self._last = (held, local.to(dtype).contiguous().view(-1))
         found: torch.Tensor = self._last[1]
         return found
 

@@ -231,4 +231,14 @@ def find_all(
     return found
 
 
-__all__ = ["KEY_VARIABLE", "SCHEMES", "Found", "connect", "connect_all", "engine_key", "find", "find_all", "is_url"]
+__all__ = [
+    "KEY_VARIABLE",
+    "SCHEMES",
+    "Found",
+    "connect",
+    "connect_all",
+    "engine_key",
+    "find",
+    "find_all",
+    "is_url",
+]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from convtools.errors import ConvtoolsError, UsageError, capped, tick
-from convtools.refit.errors import RefitError
 from convtools.refit.plan import Tensor
+from convtools.refit.taking import check_taken
 from convtools.stores.hf import open_hf
 
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "wte.weight", "word_embeddings.weight")
@@ -29,18 +29,7 @@ class Wanted:
 
     def check(self, given: Mapping[str, Tensor]) -> None:
         """Raises RefitError, naming the tensors, unless these are all of them and no others."""
-        kept = {self.own(name) for name in given}
-        problems = [f"unknown: {tick(n)}" for n in given if n not in self.tensors and n not in self.aliases]
-        problems += [f"missing: {tick(n)}" for n in self.tensors if self.own(n) not in kept]
-        for name, tensor in given.items():
-            wanted = self.tensors.get(name) or self.tensors.get(self.own(name))
-            if wanted is not None and (wanted.dtype, wanted.shape) != (tensor.dtype, tensor.shape):
-                problems.append(
-                    f"{tick(name)} is {wanted.dtype} {list(wanted.shape)} here, "
-                    f"{tensor.dtype} {list(tensor.shape)} there"
-                )
-        if problems:
-            raise RefitError("the engine has other tensors", found=capped(problems))
+        check_taken(given, self.tensors, self.aliases)
 
 
 def wanted_of(path: str, *, tied: bool) -> Wanted:
