@@ -186,7 +186,7 @@ def check(
     """
     from convtools.equality.canonical import open_side
     from convtools.errors import ConvtoolsError, UsageError
-    from convtools.refit.serving import origin
+    from convtools.refit.serving import origin, standing
     from convtools.refit.sinks.url import find
     from convtools.refit.sync import WeightSync
 
@@ -206,8 +206,9 @@ def check(
         with WeightSync(
             side, found.sinks, bucket_bytes=bucket, timeout=timeout, lease=max(timeout, 60.0), finite=False
         ) as sync:
-            _refuse_others(sync, url, given, source is None)
-            report = sync.check()
+            unread = _refuse_others(sync, url, given, source is None)
+            at = max(standing(s, timeout, sync.plan.tensors).version for s in found.sinks) if unread else None
+            report = sync.check(at if at is None else max(at, 0))
     except (ConvtoolsError, OSError) as error:
         complain(f"error: could not be tested: {error}")
         _tell(error, 2, as_json, ok=None)
@@ -230,8 +231,11 @@ def _plain(report: "CheckReport") -> dict[str, Any]:
     return asdict(report)
 
 
-def _refuse_others(sync: Any, url: str, given: str, guessed: bool) -> None:
-    """The test pushes `given` under the version that is served: it must be what is served."""
+def _refuse_others(sync: Any, url: str, given: str, guessed: bool) -> bool:
+    """The test pushes `given` under the version that is served: it must be what is served.
+
+    Gives whether that cannot be read back, and we were told so.
+    """
     from convtools.errors import UsageError, capped, tick
 
     seen = sync.verify()
@@ -245,6 +249,7 @@ def _refuse_others(sync: Any, url: str, given: str, guessed: bool) -> None:
             f"it cannot be told whether {url} serves {given} now: {why}",
             fix="if it does, say so: --source CKPT",
         )
+    return bool(seen.unreadable)
 
 
 def _refuse_typo(src: str, urls: tuple[str, ...]) -> None:

@@ -128,7 +128,7 @@ def loop(
         # Before anything was pushed: the names and views of the trainer's shards are those of the checkpoint.
         equal = held(sync, "the engine does not hold the checkpoint that the trainer began with")
         say(f"{equal} tensors, {sync.plan.nbytes:,} bytes: the engine's checkpoint is what the trainer holds")
-        checked = sync.check(version=0)
+        checked = sync.check()  # the engine serves these weights, as version 0, and goes on to
         if not checked.ok:
             raise SystemExit(f"the self-test found: {checked}")
         say(f"self-test: {len(checked.canaries)} canaries showed where they should, and nowhere else\n")

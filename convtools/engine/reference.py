@@ -48,7 +48,7 @@ class ReferenceEngine:
         drain: float = 30.0,
         wait: float = 30.0,
     ) -> None:
-        """Raises UsageError, CheckpointError; see `loading.load`. A port that is taken is found before it loads."""
+        """Raises UsageError, for a taken port before it loads, and CheckpointError; see `loading.load`."""
         self.model = Path(model)
         """The folder that it was started on."""
         self.mode = mode

@@ -85,22 +85,7 @@ class _OverWeights:
 
     def accept(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor of the engine under one of its names at least, and no other."""
-        wanted, aliases = self._weights.tensors(), self._weights.aliases()
-        given = {t.name: t for t in tensors}
-        kept = {aliases.get(name, name) for name in given}
-        problems = [f"unknown: {tick(n)}" for n in given if n not in wanted]
-        problems += [f"missing: {tick(n)}" for n in wanted if aliases.get(n, n) not in kept]
-        problems += [
-            f"{tick(n)} is {t.dtype} {list(t.shape)} here, {given[n].dtype} {list(given[n].shape)} there"
-            for n, t in wanted.items()
-            if n in given and given[n] != t
-        ]
-        if problems:
-            raise RefitError(
-                "the engine has other tensors",
-                found=capped(problems),
-                fix="push convtools.hf_tensors(model, checkpoint, dtype=...): names and dtypes as its files'",
-            )
+        check_taken({t.name: t for t in tensors}, self._weights.tensors(), self._weights.aliases())
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All that it holds, aliases included."""

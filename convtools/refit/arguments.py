@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from convtools.errors import UsageError, tick
 from convtools.refit.sinks.base import Sink

@@ -5,12 +5,12 @@ keeps float32 where the engine serves bfloat16. Each tensor here is a view of li
 an element that belongs to no tensor of the checkpoint, or to two, is an error by name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from convtools.conversion.dtypes import FLOATS
+from convtools.codecs.cast import FLOATS
 from convtools.equality.live import dtype_of, named_tensors
 from convtools.errors import AccountingError, UsageError, capped, tick
 from convtools.layout.region import Region
@@ -224,14 +224,9 @@ def _tensors(
             continue
         view = _view(local, region, _dims_dropped(place))
         if to != local.dtype:
-            view = _once(kept, (same[place.own], region), lambda view=view, to=to: view.to(to))
+            key = (same[place.own], region)
+            view = kept[key] = kept[key] if key in kept else view.to(to)
         yield name, view
-
-
-def _once(kept: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    if key not in kept:
-        kept[key] = make()
-    return kept[key]
 
 
 def _is_cast(name: str, own: str, tensor: Any, stored: str | None, target: str | None) -> bool:

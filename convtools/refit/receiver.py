@@ -180,8 +180,7 @@ class Receiver:
             raise RefitError(
                 f"{type(message).__name__} of an attempt that is not open",
                 expected=f"attempt {now.token}" if now else "an Open first",
-                found=f"attempt {message.token}",
-                fix=self.reason or None,
+                found=f"attempt {message.token}; before that: {self.reason or 'nothing'}",
             )
         return now
 

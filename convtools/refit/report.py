@@ -21,7 +21,8 @@ class SinkReport:
     consume_seconds: float
     """Spent by the sink on verifying and applying buckets."""
     flushed: bool = False
-    """Whether the commit emptied KV and prefix caches; False where there are none, or it was not wanted."""
+    """Whether the commit emptied KV and prefix caches; False where there are none, the engine has no hook for
+    it (then `unchecked` says so), or it was not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class PushReport:
     """Prepare and commit, of all sinks."""
     sinks: tuple[SinkReport, ...]
     unchecked: tuple[str, ...] = ()
-    """Guards that were switched off."""
+    """Guards that were switched off, and engines that did not say that they emptied caches."""
     changed: int | None = None
-    """Tensors that are not as in the push before; None for the first, or without fingerprints. 0 after a
-    step of the optimizer means that what was pushed is stale."""
+    """Tensors whose bytes are not those of the last push of this WeightSync that was committed; None for its
+    first, or without fingerprints. 0 after a step of the optimizer means that what was pushed is stale."""
 
     @property
     def gigabytes_per_second(self) -> float:

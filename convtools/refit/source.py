@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from convtools.codecs.cast import cast
+from convtools.conversion.source import Source
 from convtools.equality.canonical import Side, open_side
 from convtools.equality.live import Shards, named_tensors
 from convtools.equality.reading import Memory, Reader
 from convtools.errors import UsageError, capped, tick
+from convtools.manifest import Manifest
 from convtools.refit.arena import Arena, ArenaSource
 from convtools.refit.arguments import no_source
 from convtools.refit.errors import RefitError
@@ -75,9 +77,7 @@ class LiveSource:
 
     def _named(self) -> Named:
         given = self._given() if _is_call(self._given) else self._given
-        named = given
-        if not isinstance(named, Mapping):
-            named = named_tensors(named)  # a call may give a module
+        named = named_tensors(given)
         if not named:
             raise no_source(given)
         return named

@@ -9,9 +9,7 @@ from convtools.refit.plan import Tensor
 _MOST = 5  # names of each kind: all of it must fit a frame
 
 
-def check_taken(
-    given: Mapping[str, Tensor], held: Mapping[str, Tensor], aliases: Mapping[str, str]
-) -> None:
+def check_taken(given: Mapping[str, Tensor], held: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
     """Raises RefitError, naming the tensors, unless the source gives all that the engine holds and no others.
 
     `aliases`: a name -> the one whose memory it is; a tensor may come under either.
@@ -32,12 +30,13 @@ def check_taken(
     fixes = []
     if unknown or missing:
         fixes.append(
-            "is a wrapper's prefix before the names (`module.`), is it another model, "
-            "or are they the names in memory instead of the checkpoint's?"
+            "is a wrapper's prefix before the names (`module.`), or is it another model? For names and "
+            "dtypes as in a checkpoint's files: convtools.hf_tensors(model, checkpoint, dtype=...)"
         )
     if wanted := sorted({own.dtype.lower() for t, own in other if t.dtype != own.dtype}):
         fixes.append(
-            f"cast it explicitly: give the source as a call that returns {' or '.join(wanted)} tensors"
+            f"cast it explicitly: give the source as a call that returns {' or '.join(wanted)} tensors, as "
+            "convtools.hf_tensors(model, checkpoint, dtype=...) does"
         )
     elif other:
         fixes.append("is it another model, or one cut or padded in another way?")

@@ -68,10 +68,14 @@ def test_a_push_in_words(hf: Path, engine: Serving) -> None:
     done = run("refit", hf, engine.url)
     assert done.returncode == 0, done.stderr
     assert engine.receiver.version == 1 and holds(engine)
+    labels = ["pushed", "tensors", "time", "of it", "serves", "left out"]
+    lines = done.stdout.splitlines()  # a fact a line, however long, where no terminal is
+    assert len(lines) >= 5 and all(line.startswith(label) for line, label in zip(lines, labels, strict=False))
     said = re.sub(r"\s+", " ", done.stdout)
     for words in (
-        f"pushed {hf} as version 1", "63, 40.41 kB in 1 bucket; staging memory 16.78 MB", " of memcpy (",
-        "gather 0.", "pack 0.", "wait 0.", "prepare and commit 0.", f"{engine.url}: version 1, clean;",
+        f"pushed {hf} as version 1", "63, 40.41 kB in 1 bucket; staging memory 16.78 MB",
+        "a matter of round trips", "gather 0.",
+        "pack 0.", "wait 0.", "prepare and commit 0.", f"{engine.url}: version 1, clean;",
     ):  # fmt: skip
         assert words in said, (words, said)
 
@@ -93,7 +97,9 @@ def test_a_push_as_json_from_a_megatron_checkpoint(megatron: Path, engine: Servi
     speed = report["nbytes"] / report["seconds"] / 1e9
     assert report["gigabytes_per_second"] == pytest.approx(speed)
     assert report["share_of_memcpy"] == pytest.approx(speed / report["memcpy_gigabytes_per_second"])
-    assert 0.1 < report["memcpy_gigabytes_per_second"] < 1000 and report["unchecked"] == []
+    assert 0.1 < report["memcpy_gigabytes_per_second"] < 1000 and not [
+        text for text in report["unchecked"] if not text.startswith("flush: ")
+    ]
 
 
 def test_the_version_is_not_lowered_but_by_force(hf: Path, engine: Serving) -> None:
@@ -108,7 +114,7 @@ def test_all_engines_or_none(hf: Path, engine: Serving, tmp_path: Path) -> None:
     fewer = {n: t for n, t in live(FINITE).items() if n != EMBEDDING}
     with zeros(tmp_path / "f", version=4) as second, serving(fewer, tmp_path / "g") as other:
         done = run("refit", hf, engine.url, second.url, other.url)
-        refused(done, "the engine has other tensors", f"unknown: `{EMBEDDING}`")
+        refused(done, "the engine has other tensors", f"the engine has no tensor of that name: `{EMBEDDING}`")
         assert (engine.receiver.version, second.receiver.version) == (0, 4) and not holds(engine)
         assert run("refit", hf, engine.url, second.url).returncode == 0
         assert engine.receiver.version == second.receiver.version == 5
@@ -213,10 +219,113 @@ def test_check_refuses_to_push_what_is_not_served(hf: Path, engine: Serving) -> 
 
 
 def test_no_engine_there(hf: Path, tmp_path: Path) -> None:
-    for url, code in ((f"unix://{tmp_path}", 1), ("http://127.0.0.1:1", 1), ("engine:8000", 2)):
-        refused(run("refit", hf, url), "engine" if "unix" in url else "", code=code)
+    for url in (f"unix://{tmp_path}", "http://127.0.0.1:1", "engine:8000"):
+        for more in ([], ["--version", "7"]):
+            refused(run("refit", hf, url, *more), "engine" if "unix" in url else "", code=2)
         refused(run("refit", "check", url, "--source", hf), "could not be tested", code=2)
     refused(run("refit", tmp_path / "none", f"unix://{tmp_path}"), "there is no folder", code=2)
+
+
+def told(*args: object) -> dict[str, Any]:
+    """What a command that fails says on stdout: one object, beside the words on stderr."""
+    done = run(*args, "--json")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["exit"] == done.returncode != 0 and found["error"].keys() == {
+        "what", "where", "expected", "found", "fix"
+    }  # fmt: skip
+    what = found["error"]["what"].split("\n")[0]
+    assert done.stderr.startswith("error: ") and what in done.stderr, done.stderr
+    return found
+
+
+def test_exit_codes_and_errors_as_json(hf: Path, engine: Serving, tmp_path: Path) -> None:
+    """1: the push was refused, and the state of the engines is told; 2: it could not begin."""
+    fewer = {n: t for n, t in live(FINITE).items() if n != EMBEDDING}
+    with serving(fewer, tmp_path / "f") as other:
+        found = told("refit", hf, engine.url, other.url)
+        assert found["exit"] == 1 and "the engine has other tensors" in found["error"]["what"]
+        assert f"`{EMBEDDING}`" in str(found["error"])
+        assert f"`{engine.url}` clean at version 0" in found["error"]["found"]
+    for args, what in (
+        (("refit", hf, f"unix://{tmp_path}/none"), "there is no directory"),
+        (("refit", "nothere", engine.url), "there is no folder `nothere`"),
+        (("refit", hf), "Missing argument 'URL...'"),
+        (("refit", hf, engine.url, "--bucket", "many"), "is not a size"),
+        (("refit", hf, engine.url, "--nothing"), "No such option"),
+        (("refit", "check", engine.url), "does not say what it was started from"),
+        (("refit", "check", engine.url, "--timeout", "0"), "is not above 0"),
+    ):
+        found = told(*args)
+        assert found["exit"] == 2 and what in found["error"]["what"], found
+    assert found.get("ok") is None and told("refit", "check", engine.url)["ok"] is None
+    assert told("refit", "nothere", engine.url)["error"]["expected"] == (
+        "a checkpoint's folder, or org/name[@revision] on the Hub"  # a manifest holds no weights
+    )
+    assert engine.receiver.version == 0 and not holds(engine)
+
+
+def test_slips_of_the_pen(hf: Path, engine: Serving, tmp_path: Path) -> None:
+    refused(run("refit", "chek", engine.url), f"convtools refit check {engine.url}", code=2)
+    refused(run("refit", engine.url, hf), "the checkpoint comes first", code=2)
+    for url in (f"file://{tmp_path}/x", f"file://{tmp_path}/x?reload={engine.url}"):
+        refused(run("refit", "check", url, "--source", hf), "cannot be tested this way", code=2)
+    done = run("refit", hf, "foo://x")
+    refused(done, "unix:///DIR, http://host:port, sglang+http://host:port, file:///DIR", code=2)
+    assert "vllm" not in done.stderr
+    refused(run("inspect", "http://127.0.0.1:8"), "`http://127.0.0.1:8` is a URL", "`refit check`", code=2)
+    refused(run("inspect", f"file://{hf}"), "give its path", code=2)
+    refused(run("compare", hf, hf, "--timeout", "3"), "--timeout is for a running engine", code=2)
+
+
+def test_a_bucket_is_not_quietly_another(hf: Path, engine: Serving) -> None:
+    done = run("refit", hf, engine.url, "--bucket", "100")
+    assert done.returncode == 2 and "less than a bucket has, 256" in done.stderr, done
+    done = run("refit", hf, engine.url, "--bucket", "1MB", "--json")
+    assert done.returncode == 0 and "note: buckets of 1000192 bytes" in done.stderr
+    assert json.loads(done.stdout)["staging_bytes"] == 2 * 1000192
+
+
+def test_one_engine_under_two_urls(hf: Path, engine: Serving, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(engine.url.removeprefix("unix://"))
+    with http({"/refit": {"directory": engine.url.removeprefix("unix://")}, "/info": {}}) as url:
+        for other in (url, f"unix://{tmp_path}/link", f"{engine.url}/"):
+            refused(run("refit", hf, engine.url, other), "is given twice", engine.url, other, code=2)
+        for other in (f"{url}/", url.replace("127.0.0.1", "localhost")):
+            refused(run("refit", hf, url, other), "is given twice", code=2)
+    assert engine.receiver.version == 0 and not holds(engine)
+
+
+def test_another_architecture(hf: Path, engine: Serving, tmp_path: Path) -> None:
+    """Tensors of the same names and shapes: without a look at config.json, it would be served."""
+    (tmp_path / "m").mkdir()
+    config = {"architectures": ["OtherForCausalLM"], "model_type": "other"}
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    engine.receiver.origin = str(tmp_path / "m")
+    words = ("is another architecture", "`OtherForCausalLM`", "`NemotronHForCausalLM`")
+    refused(run("refit", hf, engine.url), *words, code=2)
+    assert engine.receiver.version == 0 and not holds(engine)
+    (tmp_path / "m/config.json").write_text(json.dumps(config | {"model_type": "nemotron_h"}))
+    assert run("refit", hf, engine.url).returncode == 0 and holds(engine)
+
+
+@pytest.mark.parametrize("words", [("refit",), ("refit", "check"), ("compare",)])
+def test_an_engine_that_is_dead_or_hangs(hf: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    import socket
+
+    where = tmp_path / "e"
+    with serving(live(FINITE), where):
+        key = (where / "refit.key").read_bytes()
+    (where / "refit.key").write_bytes(key)
+    (where / "refit.key").chmod(0o600)
+    args = ["--source", hf] if "check" in words else []
+    src = [] if "check" in words else [hf]
+    with socket.socket(socket.AF_UNIX) as listens:
+        listens.bind(str(where / "refit.sock"))
+        dead = run(*words, *src, f"unix://{where}", *args)
+        refused(dead, "no engine listens: Connection refused", "start it again", code=2)
+        listens.listen()
+        hangs = run(*words, *src, f"unix://{where}", *args, "--timeout", "0.5")
+        refused(hangs, "the peer did not answer in time", "it hangs, is stopped", code=2)
 
 
 def test_into_directories(hf: Path, engine: Serving, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from convtools.engine import reference
 from convtools.engine.process import Started, started
 from convtools.engine.reference import MODES, ReferenceEngine
-from convtools.errors import ConvtoolsError
+from convtools.errors import ConvtoolsError, UsageError
 from convtools.refit.sinks.local import LocalSink
 from convtools.refit.sync import WeightSync
 
@@ -120,6 +122,43 @@ def test_the_command_says_one_line_takes_a_push_and_ends_on_ctrl_c(
 def test_a_model_that_is_none_is_said_in_a_line_or_two(tmp_path: Path) -> None:
     with cli(tmp_path / "none") as process:
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (1, "") and err.startswith("error: ") and "Traceback" not in err
-    with pytest.raises(ConvtoolsError, match="cannot read the checkpoint folder"), started(tmp_path / "none"):
+    assert (process.returncode, out) == (2, "") and err.startswith("error: there is no folder"), err
+    assert "Traceback" not in err
+    with pytest.raises(ConvtoolsError, match="there is no folder"), started(tmp_path / "none"):
         pass
+
+
+def test_a_port_that_is_taken_is_found_before_the_model_is_loaded(
+    llamas: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(_: Path) -> None:
+        raise AssertionError("it was loaded")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with cli(llamas[0], "--port", port) as process:
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (2, "") and f"cannot listen at 127.0.0.1:{port}" in err
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match="cannot listen at"):
+            patch.setattr(reference, "load", loads)
+            ReferenceEngine(llamas[0], port=port)
+
+
+def test_nobody_is_answered_before_it_serves_and_the_port_is_free_after_a_failure(
+    llamas: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def fails(_: Path) -> None:
+        seen.append(True)
+        with pytest.raises(ConnectionRefusedError):  # bound, and not yet listening
+            socket.create_connection(("127.0.0.1", port), 5)
+        raise UsageError("no such model")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match="no such model"):
+        patch.setattr(reference, "load", fails)
+        ReferenceEngine(llamas[0], port=port)
+    with ReferenceEngine(llamas[0], port=port) as engine:
+        assert engine.url == f"http://127.0.0.1:{port}" and seen == [True]

@@ -155,7 +155,7 @@ def test_a_map_that_is_wrong_does_not_prove(llamas: tuple[Path, Path]) -> None:
 
 def test_the_examples_of_places() -> None:
     found = doctest.testmod(places)
-    assert found.attempted == 3 and found.failed == 0
+    assert found.attempted == 1 and found.failed == 0
 
 
 def test_numbers_are_kept_in_the_dtype_of_the_file(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_what_transformers_cannot_load(tmp_path: Path, llamas: tuple[Path, Path]
     (strange / "config.json").write_text('{"model_type": "no such", "architectures": ["NoSuch"]}')
     with pytest.raises(UsageError, match="transformers cannot load it"):
         load(strange)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(UsageError, match="there is no folder"):
         load(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="no such mode"):
         ReferenceEngine(llamas[0], mode="shade")

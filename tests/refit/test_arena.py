@@ -69,7 +69,7 @@ def test_what_is_handed_over_cannot_be_written() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_push_is_one_transaction(tmp_path: Path, mode: str, checks: bool) -> None:
-    engine = Engine(mode)
+    engine = Engine(mode, flush=lambda: None)
     with Arena.like(model(1), window_bytes=4096) as arena, Server(engine.receiver, tmp_path / "engine"):
         off = {} if checks else {"finite": False, "fingerprints": False, "checksums": False}
         with WeightSync(arena, [LocalSink(tmp_path / "engine")], **off) as sync:

@@ -85,9 +85,9 @@ def test_an_engine_that_cannot_be_pointed_back_serves_nothing() -> None:
 
     receiver = Receiver(ShadowApplier(SwappedWeights(engine.tensors, point)))
     with WeightSync(model(1), [DirectSink(receiver)], bucket_bytes=BUCKET) as sync:
-        with pytest.raises(RefitError, match="not committed everywhere"):
+        with pytest.raises(RefitError, match="version 1 was committed nowhere: `direct` refused") as caught:
             sync.push(1)
-        assert receiver.state == POISONED
+        assert "nothing was changed" not in str(caught.value) and receiver.state == POISONED
         calls[0] = 100
         sync.push(1)
     assert receiver.state == "clean"
@@ -192,8 +192,11 @@ def test_a_commit_that_leaves_a_mix_is_healed_by_the_base_version() -> None:
         sync.push(1)
         refill(source, 2)
         flush.append(ValueError("no"))
-        with pytest.raises(RefitError, match=r"not committed everywhere(.|\n)*`e` clean at version 1"):
+        with pytest.raises(RefitError, match="committed nowhere: `e` refused: ValueError: no") as caught:
             sync.push(2)
+        assert caught.value.found == (
+            "now `e` poisoned at version 1; base(1) was restored at `e`; now `e` clean at version 1"
+        )
         assert engine.look() == 1 and not engine.mixes
 
 
@@ -206,11 +209,16 @@ def test_where_the_first_cannot_commit_none_does(mode: str) -> None:
     for order in (engines, [engines[1], engines[0], engines[2]]):
         sinks = [DirectSink(e.receiver, str(i)) for i, e in enumerate(order)]
         with WeightSync(model(1), sinks, bucket_bytes=BUCKET) as sync:
-            with pytest.raises(RefitError, match="not committed everywhere"):
+            with pytest.raises(RefitError) as caught:
                 sync.push(1, force=True)
+            said = caught.value.what
             if order is engines:
+                assert said.startswith("version 1 was committed nowhere") and (
+                    ("nothing was changed" in said) == (mode != "quarantine")
+                )
                 assert [e.look() for e in order] == [0, None, None] if mode == "quarantine" else [0, 0, 0]
             else:  # the first had done it, and cannot take it back: all others are tried
+                assert said == "version 1 was prepared everywhere and not committed everywhere"
                 assert [e.look() for e in order] == [1, 0, 1]
 
 
@@ -223,8 +231,9 @@ def test_a_lease_that_runs_out_while_another_prepares_splits_nothing() -> None:
     slow.applier.prepare = prepare
     sinks = [DirectSink(engine.receiver, "engine"), DirectSink(slow.receiver, "slow")]
     with WeightSync(model(1), sinks, bucket_bytes=BUCKET, lease=0.2) as sync:
-        with pytest.raises(RefitError, match="not committed everywhere"):
+        with pytest.raises(RefitError, match="committed nowhere, and nothing was changed") as caught:
             sync.push(1)
+        assert "the lease of 0.2 s ran out" in str(caught.value.found)
         assert [engine.look(), slow.look()] == [0, 0]
 
 

@@ -5,8 +5,16 @@ from importlib import import_module
 
 import pytest
 
-
-EXAMPLES = ["framing", "groups", "guard", "hf_places", "packing", "plan", "sinks.sglang_names", "sinks.sglang_server"]
+EXAMPLES = [
+    "framing",
+    "groups",
+    "guard",
+    "hf_places",
+    "packing",
+    "plan",
+    "sinks.sglang_names",
+    "sinks.sglang_server",
+]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

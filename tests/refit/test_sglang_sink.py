@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from convtools.errors import UsageError
 from convtools.refit.errors import RefitError
 from convtools.refit.groups import group
 from convtools.refit.plan import Tensor, make_plan
@@ -391,6 +392,10 @@ def test_the_bound_on_staging_memory(server: FakeSGLang) -> None:
 
 def test_the_self_test(server: FakeSGLang) -> None:
     with sync(server, weights(1)) as one:
+        with pytest.raises(UsageError, match="does not serve the source's weights") as caught:
+            one.check()  # SGLang gives nothing back, and nothing was pushed yet
+        assert caught.value.fix == "push first, or give check a version"
+        one.push(1)
         found = one.check()
         assert found.ok and len(found.canaries) == len(SHAPES), found
         assert found.digests == {server.url: 8} and found.outputs == (server.url,)

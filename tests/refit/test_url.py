@@ -11,6 +11,7 @@ import pytest
 
 from convtools.errors import ConvtoolsError, UsageError
 from convtools.refit.errors import PeerError
+from convtools.refit.plan import Tensor
 from convtools.refit.sinks.http_json import MAX_ANSWER, number
 from convtools.refit.sinks.local import LocalSink
 from convtools.refit.sinks.url import KEY_VARIABLE, connect, connect_all, find
@@ -90,6 +91,44 @@ def test_urls_that_make_no_sense(url: str, words: str) -> None:
 def test_one_engine_twice() -> None:
     with pytest.raises(UsageError, match="given twice"):
         connect_all(["unix:///a", "unix:///a"])
+
+
+def test_one_engine_under_two_names(tmp_path: Path) -> None:
+    with serving(model(0), tmp_path / "e") as engine:
+        (tmp_path / "link").symlink_to(tmp_path / "e")
+        with pytest.raises(UsageError, match="given twice") as caught:
+            connect_all([engine.url, f"unix://{tmp_path}/link"])
+        assert caught.value.found == f"`{engine.url}`, `unix://{tmp_path}/link`"
+        with serving(model(0), tmp_path / "ranks/rank-0"), pytest.raises(UsageError, match="given twice"):
+            connect_all([f"unix://{tmp_path}/ranks", f"unix://{tmp_path}/ranks/"])
+    with pytest.raises(UsageError, match="given twice"):
+        connect_all(["sglang+http://127.0.0.1:30000", "sglang+http://localhost:30000/"])
+    assert len(connect_all(["sglang+http://127.0.0.1:30001", "sglang+http://localhost:30002"])) == 2
+
+
+def test_a_server_known_by_its_start() -> None:
+    """Behind a forwarded port, say."""
+    pages = {"/server_info": {"startup_time": 7, "launch_command": "x"}, "/model_info": {"model_path": "m"}}
+    with http(pages) as one, http(pages) as two, pytest.raises(UsageError, match="given twice"):
+        connect_all([one, two])
+    with http(pages) as one, http(pages | {"/server_info": {"startup_time": 8}}) as two:
+        assert len(connect_all([one, two])) == 2
+
+
+def test_what_is_no_sglang_is_said() -> None:
+    from convtools.refit.serving import served
+
+    with http({"/version": {"version": "0.32.0"}}) as url:
+        (sink,) = connect(f"sglang+{url}")
+        with pytest.raises(PeerError, match="is no SGLang server") as caught:
+            served(sink, [Tensor("w", "F32", (2,))], 5)
+        assert caught.value.fix == "give http://host:port, which asks the server what it is"
+
+
+def test_a_directory_without_a_source() -> None:
+    with pytest.raises(UsageError) as caught:
+        connect("file:///out")
+    assert "connect(url, source=CKPT)" in str(caught.value.fix)
 
 
 def test_the_reference_engine_names_its_socket(tmp_path: Path) -> None:

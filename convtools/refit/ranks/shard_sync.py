@@ -20,7 +20,7 @@ from convtools.refit.ranks.meeting import TRAINER, meet
 from convtools.refit.ranks.shard_plan import ShardPlan, shard_plans
 from convtools.refit.ranks.shard_sender import ShardSender
 from convtools.refit.ranks.source import RankedSource
-from convtools.refit.report import PushReport, SinkReport, VerifyReport, differing
+from convtools.refit.report import PushReport, VerifyReport, differing
 from convtools.refit.sinks.process_group import GroupChannel
 from convtools.refit.trace import Trace
 
@@ -136,14 +136,10 @@ class ShardSync:
             sum(p.nbytes for p in plans), 0, ended - began, 0.0, prepared - began - waited, waited,
             ended - prepared,
             tuple(
-                SinkReport(
-                    link.name, link.state, link.version, link.mode, link.undo_bytes, link.consume_seconds,
-                    link.flushed,
-                )
-                for link in self._links
+                link.report() for link in self._links
             ),
-            tuple(n for n, on in (("finite", self._finite), ("flush", self._flush)) if not on)
-            + self._source.unchecked,
+            (*(n for n, on in (("finite", self._finite), ("flush", self._flush)) if not on),
+             *(said for fleet in self._fleets for said in fleet.not_flushed()), *self._source.unchecked),
         )  # fmt: skip
 
     def _stream(self) -> float:
@@ -198,7 +194,7 @@ class ShardSync:
                 fleet.commit(version)
                 begun = True
             except RefitError as error:
-                failed.append(str(error.found or error.what))
+                failed.append(error.what)
                 if not begun and link.connected and link.version == before:  # it said no: then nowhere
                     for other in self._fleets:
                         other.abort("another engine rank could not commit")
@@ -219,7 +215,7 @@ class ShardSync:
         )  # fmt: skip
 
     def _states(self) -> str:
-        return capped(f"`{link.name}` {link.state} at version {link.version}" for link in self._links)
+        return capped(link.standing() for link in self._links)
 
     def _verify(self) -> VerifyReport:
         self._source.begin()

@@ -13,6 +13,7 @@ from convtools.conversion.source import Source
 from convtools.equality.canonical import open_side
 from convtools.equality.live import named_tensors
 from convtools.errors import ConvtoolsError, UsageError, capped, tick
+from convtools.refit.arguments import no_source
 from convtools.refit.errors import FrameError, RefitError
 from convtools.refit.plan import Part, PlannedBucket, RefitPlan, Tensor
 from convtools.refit.ranks import steps
@@ -45,7 +46,8 @@ class RankedSource(InStep):
 
     `given`: a module, named tensors, or a call that gives either at each push; with `place`, under
     Megatron's names, or a list of these, one a model chunk. Without `place` they have Hugging Face names:
-    DTensors (FSDP2, HSDP, tensor parallel) of any mesh, and plain tensors, the same on every rank.
+    DTensors (FSDP2, HSDP, tensor parallel) of any mesh, parts that `hf_tensors` gives, and plain tensors, the
+    same on every rank.
 
     `replicas=False` leaves out the comparison of what several ranks hold. `timeout` bounds every wait for
     a rank. Raises UsageError, RefitError, PeerError: the same on every rank.
@@ -156,8 +158,9 @@ class RankedSource(InStep):
             is_ = {(r.chunk, r.name): r for r in now.rows}
             names = [n for (c, n) in {**was, **is_} if was.get((c, n)) != is_.get((c, n))]
             raise RefitError(
-                "the trainer's tensors are not those of the plan", found=capped(map(tick, names))
-            )
+                "the trainer's tensors are not those of the plan", found=capped(map(tick, names)),
+                fix="a WeightSync is for the tensors that it was made with: give it those, or make a new one",
+            )  # fmt: skip
         self._held = HeldTensors(held)
         return self._checks.values(self.group.rank, self._held)
 
@@ -252,5 +255,5 @@ def _named(given: Any) -> Named:
         given = given()
     named = named_tensors(given)
     if not named:
-        raise UsageError("no named tensors to push", found=type(given).__name__)
+        raise no_source(given)
     return named

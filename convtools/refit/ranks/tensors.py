@@ -24,7 +24,7 @@ def local_tensor(name: str, tensor: Any) -> "torch.Tensor":
     """A rank's own part of a DTensor, or a plain tensor; not cast. Raises UsageError for what is neither."""
     import torch
 
-    held = tensor.held if isinstance(tensor, CutTensor) else tensor
+    held: Any = tensor.held if isinstance(tensor, CutTensor) else tensor
     local = held.to_local() if hasattr(held, "placements") else held
     if not isinstance(local, torch.Tensor):
         raise UsageError(f"{tick(name)} is no torch tensor", found=type(tensor).__name__)

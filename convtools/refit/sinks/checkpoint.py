@@ -215,6 +215,9 @@ def _refusal(dst: Path) -> str | None:
 class CheckpointSink(DirectSink):
     """A directory that each push replaces: Hugging Face, or, with `options`, one of Megatron's formats."""
 
+    caches = False
+    """Nobody answers from it."""
+
     def __init__(
         self,
         dst: str | os.PathLike[str],

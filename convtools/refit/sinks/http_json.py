@@ -91,8 +91,8 @@ def ask(
         if late.is_set():
             raise TimeoutError
         connection.request("GET" if data is None else "POST", base.prefix + path, data, headers)
-        answer = connection.getresponse()
-        raw = answer.read(MAX_ANSWER + 1)
+        with connection.getresponse() as answer:
+            raw = answer.read(MAX_ANSWER + 1)
     except (OSError, http.client.HTTPException, ValueError) as error:
         if late.is_set() or isinstance(error, TimeoutError):
             raise _late(timeout, where) from None

@@ -202,6 +202,9 @@ class ReloadApplier(CheckpointApplier):
 class ReloadSink(DirectSink):
     """A Hugging Face directory that an engine loads after every push."""
 
+    caches = False
+    """None to be told of: loading empties them."""
+
     def __init__(
         self,
         dst: str | os.PathLike[str],

@@ -68,8 +68,8 @@ class HttpClient:
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
             connection.request(method, self.base.prefix + path, body, headers)
-            response = connection.getresponse()
-            status, data = response.status, response.read(most + 1)
+            with connection.getresponse() as response:
+                status, data = response.status, response.read(most + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if late or isinstance(error, TimeoutError):
                 raise PeerError(f"{path} was not answered in {timeout:.3g} s") from None

@@ -21,7 +21,7 @@ from convtools.refit.errors import PeerError
 from convtools.refit.sinks.base import Sink
 from convtools.refit.sinks.http_json import Base, ask, parse_base
 from convtools.refit.sinks.local import LocalSink
-from convtools.refit.sinks.reference import ReferenceSink
+from convtools.refit.sinks.reference import MAX_PATH as _MAX_PATH, ReferenceSink, checked_directory
 from convtools.refit.sinks.twice import refuse_twice
 
 TIMEOUT = 10.0
@@ -29,8 +29,6 @@ KEY_VARIABLE = "CONVTOOLS_ENGINE_KEY"
 """Environment variable with the API key of a server that wants one: a command line is everybody's to read."""
 SCHEMES = ("unix", "http", "https", "sglang+http", "sglang+https", "vllm+http", "vllm+https", "file")
 _RANK = re.compile(r"rank-(0|[1-9]\d{0,5})")
-_MAX_PATH = 4096
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +169,9 @@ def _probe(url: str, base: Base, timeout: float) -> Found:
 
 
 def _reference(url: str, base: Base, said: dict[str, Any]) -> Found:
-    directory, model = said["directory"], said.get("model")
-    if not isinstance(directory, str) or not 0 < len(directory) <= _MAX_PATH or not os.path.isabs(directory):
-        raise PeerError(f"{url} names no directory of a socket", found=tick(directory))
-    if "\0" in directory or not directory.isprintable():
-        raise PeerError(f"{url} names no directory of a socket", found=tick(directory))
-    if not Path(directory).is_dir():
-        here = base.host in _LOCAL
-        raise PeerError(
-            f"{url} listens in {tick(directory)}, which is not there",
-            fix="it has ended, or runs in a container: share the directory with it" if here
-            else "weights go through memory: run this on the engine's machine",
-        )  # fmt: skip
-    return Found(url, "reference engine", (ReferenceSink(directory, base, name=url),), _text(model))
+    directory, model = checked_directory(url, base, said["directory"]), said.get("model")
+    sink = ReferenceSink(directory, base, name=url, key=engine_key())
+    return Found(url, "reference engine", (sink,), _text(model))
 
 
 def _sglang(url: str, base: Base, said: dict[str, Any]) -> Found:

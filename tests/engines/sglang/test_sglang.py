@@ -127,6 +127,7 @@ class TestLlama:
 
     def test_the_self_test(self, server: Server, models: Models, of_b: Snapshot) -> None:
         with sync(server, str(models["llama"][1])) as one:
+            one.push(server.step() + 1)
             found = one.check()
             assert found.ok and found.identity and found.faults == ()
             assert found.digests == {server.url: len(of_b.checksums[0])} and len(found.canaries) == 12
@@ -244,6 +245,7 @@ class TestNemotron:
     def test_the_self_test(self, server: Server, models: Models, of_b: Snapshot) -> None:
         """`A` is made anew from A_log each time; the F32 router is rounded, and said to be."""
         with sync(server, str(models["nemotron"][1])) as one:
+            one.push(server.step() + 1)
             found = one.check()
             assert found.ok, found.faults
             assert found.digests == {server.url: len(of_b.checksums[0])}
@@ -286,6 +288,7 @@ def test_two_ranks(models: Models, tmp_path: Path) -> None:
     with serving(a, tmp_path / "a.log", tp=2) as server:
         there_and_back(server, a, b, of_b)
         with sync(server, str(a), tp=2) as one:
+            one.push(server.step() + 1)
             assert one.check().ok
         with sync(server, str(a), tp=1) as one, pytest.raises(RefitError, match="2 TP ranks, not 1"):
             one.push(9)
