@@ -76,7 +76,8 @@ class LiveSource:
         self._last: tuple[str, Any] = ("", None)
 
     def _named(self) -> Named:
-        given = self._given() if _is_call(self._given) else self._given
+        given: Any = self._given
+        given = given() if _is_call(given) else given
         named = named_tensors(given)
         if not named:
             raise no_source(given)

@@ -208,9 +208,7 @@ def test_an_engine_without_a_flush_hook_is_named_in_the_report(tmp_path: Path) -
 def test_other_tensors_in_whose_eyes(change: Callable[[Any], Any], found: str, fix: str) -> None:
     with (
         synced(change(model(1)), Engine()) as sync,
-        pytest.raises(
-            RefitError, match="not pushed: `0` refused: the engine has other"
-        ) as caught,
+        pytest.raises(RefitError, match="not pushed: `0` refused: the engine has other") as caught,
     ):
         sync.push(1)
     assert str(caught.value.found).startswith(found) and fix in str(caught.value.fix)
