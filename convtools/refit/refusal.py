@@ -39,11 +39,12 @@ def refusal_of(name: str, reason: str) -> RefitError:
 
 def not_pushed(version: int | None, error: ConvtoolsError, healed: str, states: str) -> ConvtoolsError:
     """The same error, with what it means for the sinks; without `version` it says that itself."""
-    kind = UsageError if isinstance(error, UsageError) else RefitError
+    wrongly = isinstance(error, UsageError)  # then once more is as wrong
+    kind = UsageError if wrongly else RefitError
     return kind(
         error.what if version is None else f"version {version} was not pushed: {error.what}",
         where=error.where, expected=error.expected, found=_joined(error.found, healed, f"now {states}"),
-        fix=error.fix or _AGAIN,
+        fix=error.fix or (None if wrongly else _AGAIN),
     )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def test_a_request_waits_for_a_push_or_says_that_it_did(llamas: tuple[Path, Path
     with ReferenceEngine(llamas[0], mode="in-place-undo", wait=0.3) as engine:
         engine.receiver.gate.close(1)
         request = Running(engine, PROMPT, max_new_tokens=1).join()
-        assert request.answer is None and "takes over new weights" in str(request.error)
+        assert request.answer is None and "is taking over new weights" in str(request.error)
         request = Running(engine, PROMPT, max_new_tokens=1)
         engine.receiver.gate.open()
         assert request.join().answer is not None

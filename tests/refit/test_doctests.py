@@ -12,6 +12,7 @@ EXAMPLES = [
     "hf_places",
     "packing",
     "plan",
+    "refusal",
     "sinks.sglang_names",
     "sinks.sglang_server",
 ]
