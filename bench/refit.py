@@ -1,6 +1,6 @@
 """How fast a refit between two processes of one machine is, beside memcpy and what else could carry it.
 
-    python bench/refit.py [--gb 1] [--rounds 5] [--bucket-mb 8]
+    python bench/refit.py [--gb 1] [--rounds 5] [--bucket-mb 4]
 
 A trainer's tensors go into buffers that the engine's process keeps: by a push with all its checks, by a
 handover of the memory in which they lie, by a `multiprocessing` queue, and by gloo's broadcast; each way in
@@ -148,7 +148,7 @@ def main() -> None:
     )
     parser.add_argument("--gb", type=float, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bucket-mb", type=int, default=8)
+    parser.add_argument("--bucket-mb", type=int, default=4)
     args = parser.parse_args()
     with ExitStack() as closing:
         scratch = closing.enter_context(tempfile.TemporaryDirectory())

@@ -66,7 +66,7 @@ def _iteration(_: click.Context, __: click.Parameter, value: str | None) -> int 
 
 
 _BUCKET = click.option(
-    "--bucket", default="8MiB", show_default=True, callback=_bucket, help="Size of a bucket; two are in use."
+    "--bucket", default="4MiB", show_default=True, callback=_bucket, help="Size of a bucket; four are in use."
 )
 _TIMEOUT = click.option(
     "--timeout", type=float, default=60.0, show_default=True, callback=_seconds, metavar="S",

@@ -36,7 +36,7 @@ from convtools.refit.trace import Trace
 from convtools.refit.verifying import compared
 
 _Report = TypeVar("_Report")
-BUCKET_BYTES = 8 << 20  # what one side wrote is still in the cache when the other reads it
+BUCKET_BYTES = 4 << 20  # what one side wrote is still in the cache when the other reads it
 
 
 class WeightSync(AbstractContextManager["WeightSync"]):
@@ -71,7 +71,7 @@ class WeightSync(AbstractContextManager["WeightSync"]):
         sinks: Iterable[Sink],
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        slots: int = 2,
+        slots: int = 4,
         timeout: float = 60.0,
         lease: float = 60.0,
         finite: bool = True,
