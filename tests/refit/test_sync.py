@@ -30,7 +30,7 @@ def test_one_push_to_engines_of_every_kind(tmp_path: Path) -> None:
                 refill(source, version)
                 report = sync.push(version)
                 assert report.nbytes == sum(t.nbytes for t in source.values())
-                assert report.staging_bytes == 8192 and report.buckets == len(sync.plan.buckets)
+                assert report.staging_bytes == 4 * 4096 and report.buckets == len(sync.plan.buckets)
                 assert [(s.state, s.version, s.mode) for s in report.sinks] == [
                     ("clean", version, mode) for mode in MODES
                 ]

@@ -35,7 +35,7 @@ def test_push(
             assert [(s.state, s.version, s.flushed, s.mode) for s in report.sinks] == [
                 ("clean", 1, True, "quarantine")
             ]
-            assert report.buckets > 2 and report.staging_bytes == 2 * BUCKET
+            assert report.buckets > 2 and report.staging_bytes == 4 * BUCKET
             assert engine.answers(ASKED) == wanted
             pushed = engine.digests()
             sync.push(version=2)  # the same again
