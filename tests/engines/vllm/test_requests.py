@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +71,39 @@ def test_drain(engine: Engine, push: Callable[..., Any], fresh: Callable[..., An
     assert engine.answers(ASKED) == fresh("llama", "b")
 
 
-def met(engine: Engine, push: Callable[..., Any], policy: str, old: list[int]) -> list[dict[str, Any]]:
-    """What becomes of a long request that a push of other weights meets: it may be over before, so often."""
-    for wait in (0.5, 0.2, 0.1, 0.5, 1.0, 0.05):
-        push("a")
-        engine.ask("start", [PROMPT], MANY)
-        if engine.ask("done", wait) is not None:
-            continue
-        push("b", in_flight=policy)
-        found: list[dict[str, Any]] = engine.ask("done", 60)
-        tokens = found[0]["tokens"]
-        at = len(tokens) if policy == "abort" else switch(old, tokens)
-        if 0 < at < MANY - 32:
-            return found
-    pytest.fail("no push met the request while it was answered")
+@pytest.fixture
+def met(checkpoint: Callable[[str, str], Path], directory: Path, engine: Engine) -> Callable[..., Any]:
+    def run(policy: str, old: list[int]) -> list[dict[str, Any]]:
+        """What becomes of a long request that a push of other weights meets: it may be over before, so often."""
+        seen = []
+        with ExitStack() as opened:
+            a, b = (  # connected before, so that the push begins at once
+                opened.enter_context(
+                    WeightSync(
+                        str(checkpoint("llama", which)), connect(f"unix://{directory}"),
+                        bucket_bytes=1 << 16, in_flight=policy,  # type: ignore[arg-type]
+                    )
+                )
+                for which in "ab"
+            )  # fmt: skip
+            b.push(engine.states()[0][1] + 1)
+            for wait in (0.3, 0.2, 0.1, 0.4, 0.05, 0.02, 0.6, 0.3):
+                version = engine.states()[0][1] + 1
+                a.push(version, force=True)
+                engine.ask("start", [PROMPT], MANY)
+                if engine.ask("done", wait) is not None:
+                    seen.append((wait, "over"))
+                    continue
+                b.push(version + 1, force=True)
+                found: list[dict[str, Any]] = engine.ask("done", 60)
+                tokens = found[0]["tokens"]
+                at = len(tokens) if policy == "abort" else switch(old, tokens)
+                if 0 < at < MANY - 32:
+                    return found
+                seen.append((wait, f"from token {at} on"))
+        pytest.fail(f"no push met the request while it was answered: {seen}")
+
+    return run
 
 
 def switch(old: list[int], tokens: list[int]) -> int:
@@ -91,17 +111,17 @@ def switch(old: list[int], tokens: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(old, tokens, strict=True)) if x != y), MANY)
 
 
-def test_abort(engine: Engine, push: Callable[..., Any], fresh: Callable[..., Any]) -> None:
-    found = met(engine, push, "abort", [])[0]
+def test_abort(engine: Engine, met: Callable[..., Any], fresh: Callable[..., Any]) -> None:
+    found = met("abort", [])[0]
     assert found["reason"] == "abort" and 0 < len(found["tokens"]) < MANY
     assert engine.answers(ASKED) == fresh("llama", "b")
 
 
-def test_keep(engine: Engine, push: Callable[..., Any]) -> None:
+def test_keep(engine: Engine, push: Callable[..., Any], met: Callable[..., Any]) -> None:
     """The request goes on under the new weights, as if they had computed all of it."""
     push("a")
     old = engine.ask("generate", [PROMPT], MANY)[0]["tokens"]
-    found = met(engine, push, "keep", old)[0]
+    found = met("keep", old)[0]
     assert found["reason"] == "length" and len(found["tokens"]) == MANY
     switched = switch(old, found["tokens"])
     again = engine.ask("generate", [PROMPT + found["tokens"][:switched]], 32)[0]["tokens"]

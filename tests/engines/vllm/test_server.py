@@ -29,7 +29,7 @@ def documented(directory: Path) -> list[str]:
     text = (REPO / "docs" / "vllm.md").read_text()
     found = re.search(r"vllm serve \S+ \\\n(.*?)\n```", text, re.DOTALL)
     assert found is not None
-    return shlex.split(found[1].replace("\\\n", " ").replace("/run/user/1000/refit", str(directory)))
+    return shlex.split(found[1].replace("\\\n", " ").replace("/tmp/refit", str(directory)))
 
 
 class Server:
