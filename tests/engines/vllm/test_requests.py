@@ -74,7 +74,7 @@ def test_drain(engine: Engine, push: Callable[..., Any], fresh: Callable[..., An
 @pytest.fixture
 def met(checkpoint: Callable[[str, str], Path], directory: Path, engine: Engine) -> Callable[..., Any]:
     def run(policy: str, old: list[int]) -> list[dict[str, Any]]:
-        """What becomes of a long request that a push of other weights meets: it may be over before, so often."""
+        """What becomes of a long request that a push of other weights meets; it may be over too soon."""
         seen = []
         with ExitStack() as opened:
             a, b = (  # connected before, so that the push begins at once
